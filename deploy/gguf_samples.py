@@ -81,6 +81,7 @@ SAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 16,
             "mamba_d_ssm": 64,
             "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
             "ssm_in_multiplier": 0.5,
             "ssm_out_multiplier": 2.0,
         }

@@ -88,7 +88,15 @@ def load_causal_lm(
             f"the weight files of {path} lack {len(missing)} tensors, such as {missing[0]}: they are another "
             "model's or incomplete; download them again"
         )
+    if is_gguf(path) and (left := sorted(name for name in loaded[1]["unexpected_keys"] if not _SHARED.search(name))):
+        raise ModelLoadError(
+            f"{path} has weights that a {type(model).__name__} has not, such as {left[0]}: it is a variant that is not "
+            "supported; use the model's safetensors files"
+        )
     return model
+
+
+_SHARED = re.compile(r"\.self_attn\.(k_proj|v_proj|k_norm)\.weight$")  # of layers that take another one's keys
 
 
 def _load(

@@ -26,9 +26,13 @@ _ENDS = frozenset(  # texts of tokens that end an answer, as llama.cpp knows the
         *("<|end_of_text|>", "<end_of_utterance>", "<eos>", "<\uff5cend▁of▁sentence\uff5c>"),
         *("<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "[EOT]", "[EOS]", "[e~["),
         *("<turn|>", "<|tool_response>"),  # Gemma 4's
+        "<|observation|>",  # GLM's, behind the call of a tool
     }
 )
-_HARMONY, _END_OF_MESSAGE = {"<|return|>", "<|call|>"}, "<|end|>"  # of gpt-oss, whose answers are several messages
+_HARMONIES = {"<|return|>", "<|call|>"}, {"<|flush|>", "<|call|>"}, {"<|flush|>", "<|calls|>"}
+"""Of gpt-oss and Solar Open, whose answers are several messages, each with an end."""
+
+_END_OF_MESSAGE, _END_OF_TURN, _TAG = "<|end|>", "<end_of_turn>", "</s>"
 
 
 @lru_cache(maxsize=8)
@@ -41,8 +45,11 @@ def end_ids(gguf: Gguf) -> tuple[int, ...]:
     pairs = enumerate(zip(texts, kinds, strict=False))
     known = [index for index, (text, kind) in pairs if kind in (_CONTROL, _USER_DEFINED) and text in _ENDS]
     ends = dict.fromkeys([index for index in named if isinstance(index, int)] + known)
-    if {texts[index] for index in known} >= _HARMONY and _END_OF_MESSAGE in texts:
-        ends.pop(texts.index(_END_OF_MESSAGE), None)
+    spelled = {texts[index] for index in known}
+    if any(spelled >= harmony for harmony in _HARMONIES):
+        ends.pop(texts.index(_END_OF_MESSAGE) if _END_OF_MESSAGE in texts else -1, None)
+    if {_END_OF_TURN, _TAG} <= spelled and kinds[tag := texts.index(_TAG)] != _CONTROL:  # Gemma's is one of HTML
+        ends.pop(tag, None)
     return tuple(ends)
 
 
@@ -180,7 +187,8 @@ def _frame(tokenizer: Tokenizer, gguf: Gguf, special: dict[str, str | None]) -> 
     from tokenizers import processors
 
     beginning = gguf.metadata[f"{_KEY}model"] == "llama" or gguf.metadata.get(f"{_KEY}pre") in BEGINNING
-    begins = special["bos_token"] if gguf.metadata.get(f"{_KEY}add_bos_token", beginning) else None
+    is_gemma4 = gguf.metadata[f"{_KEY}model"] == "gemma4"  # whose early files say that texts begin without it
+    begins = special["bos_token"] if is_gemma4 or gguf.metadata.get(f"{_KEY}add_bos_token", beginning) else None
     ends = special["eos_token"] if gguf.metadata.get(f"{_KEY}add_eos_token", False) else None
     around = [text for text in (begins, ends) if text is not None]
     if around:

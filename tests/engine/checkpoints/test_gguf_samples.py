@@ -16,6 +16,7 @@ from gguf_samples import LENGTH, PROMPTS, SAMPLES
 from pydantic import ByteSize
 
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
+from penstock.engine.checkpoints.experts import whole_weights
 from penstock.engine.checkpoints.gguf.file import Gguf, read_gguf
 from penstock.engine.checkpoints.gguf.models import config_of, weights_of
 from penstock.engine.checkpoints.gguf.weights import lazy_weights, level_readers
@@ -126,6 +127,9 @@ def test_tensors_that_do_not_go_together_are_refused(
         ("gemma4", {"attention.head_count_kv": [1, 1, 2, 1]}, "layers of one kind differ in their heads"),
         ("ministral3", {"attention.temperature_length": 64}, "its temperature has a length of its own"),
         ("olmo3", {"attention.head_count_kv": [1, 2, 1, 1]}, "head_count_kv differs between layers"),
+        ("glm4", {"rope.dimension_sections": [4, 2, 2, 0]}, "is the language model of a GLM that sees"),
+        ("deepseek_v2", {"expert_weights_norm": True}, "is a Mistral Large 3"),
+        ("deepseek_v3", {"attention.temperature_scale": 0.1}, "is a Mistral Large 3"),
         ("lfm2", {"general.architecture": "jamba"}, "has the architecture 'jamba', which is not supported in GGUF"),
     ],
 )
@@ -135,3 +139,46 @@ def test_settings_that_are_not_supported_are_refused(name: str, changed: dict[st
     change = {key if key.startswith("general.") else f"{prefix}.{key}": value for key, value in changed.items()}
     with pytest.raises(ModelLoadError, match=fault):
         config_of(replace(gguf, metadata=gguf.metadata | change))
+
+
+def test_gates_and_ups_of_experts_may_be_one_tensor(tmp_path: Path) -> None:
+    gguf = sample("olmoe")
+    tensors = dict(gguf.tensors)
+    for layer in range(2):
+        gate, up = (tensors.pop(f"blk.{layer}.ffn_{kind}_exps.weight") for kind in ("gate", "up"))
+        content = b""
+        for expert in range(gate.shape[0]):
+            for part in (gate, up):
+                size = part.nbytes // part.shape[0]
+                content += part.path.read_bytes()[part.start + expert * size :][:size]
+        (tmp_path / f"{layer}").write_bytes(content)
+        shape = (gate.shape[0], 2 * gate.shape[1], gate.shape[2])
+        name = f"blk.{layer}.ffn_gate_up_exps.weight"
+        tensors[name] = gate._replace(name=name, shape=shape, path=tmp_path / f"{layer}", start=0, nbytes=len(content))
+    fused, apart = (
+        whole_weights(
+            lazy_weights(one, torch.float32), {n: [*w.shape] for n, w in weights_of(one).items()}, torch.float32
+        )
+        for one in (replace(gguf, tensors=tensors), gguf)
+    )
+    assert fused.keys() == apart.keys()
+    for name, weight in apart.items():
+        assert torch.equal(fused[name][...], weight[...]), name
+
+
+def test_weights_that_the_model_does_not_have_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left out, they would change what it says: a bias of the attention's output, for example."""
+    gguf = sample("exaone4")
+    bias = gguf.tensors["blk.0.post_attention_norm.weight"]._replace(name="blk.0.attn_output.bias")
+    more = replace(gguf, tensors=gguf.tensors | {bias.name: bias})
+    for module in ("penstock.engine.loading", "penstock.engine.models"):
+        monkeypatch.setattr(f"{module}.read_gguf", lambda path: more)
+    with pytest.raises(ModelLoadError, match=r"a Exaone4ForCausalLM has not, such as .*self_attn.o_proj.bias"):
+        tokens(gguf.path, "float32", 16)
+
+
+def test_a_whole_head_rotates_where_transformers_would_rotate_a_part() -> None:
+    gguf = sample("glm4")
+    metadata = {name: value for name, value in gguf.metadata.items() if name != "glm4.rope.dimension_count"}
+    assert config_of(gguf)["rope_parameters"]["partial_rotary_factor"] == 0.5
+    assert config_of(replace(gguf, metadata=metadata))["rope_parameters"]["partial_rotary_factor"] == 1

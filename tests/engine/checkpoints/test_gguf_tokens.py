@@ -104,6 +104,26 @@ def test_the_tokens_that_end_an_answer(tmp_path: Path) -> None:
     assert end_ids(found) == (1, 260, 2, 259 + len(WORDS))
 
 
+@pytest.mark.parametrize(
+    ("texts", "kinds", "expected"),
+    [
+        (("<|user|>", "<|observation|>"), (3, 3), {1}),  # GLM's, behind the call of a tool
+        (("<|end|>", "<|flush|>", "<|calls|>"), (3, 3, 3), {1, 2}),  # Solar Open's answers have several messages
+        (("<end_of_turn>", "</s>"), (3, 4), {0}),  # in Gemma's vocabulary that is a tag of HTML
+        (("<end_of_turn>", "</s>"), (3, 3), {0, 1}),
+    ],
+)
+def test_which_texts_end_an_answer(
+    texts: tuple[str, ...], kinds: tuple[int, ...], expected: set[int], tmp_path: Path
+) -> None:
+    writer: Any = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(list(texts))
+    writer.add_token_types(list(kinds))
+    finish(writer)
+    assert {*end_ids(read_gguf(tmp_path / "a.gguf"))} == expected
+
+
 @pytest.mark.parametrize("named", [{}, {"eot_token_id": 261}])
 def test_an_answer_of_several_messages_does_not_end_with_the_first(named: dict[str, int], tmp_path: Path) -> None:
     """gpt-oss: <|end|> is the end of a thought, <|return|> or <|call|> that of the answer."""
@@ -198,7 +218,7 @@ def test_gemma4s_tokens_have_spaces_and_merges_of_their_own(tmp_path: Path) -> N
     writer.add_token_merges(["t h", "▁ th", "▁th e", "\n \n"])
     writer.add_bos_token_id(2)
     writer.add_eos_token_id(1)
-    writer.add_add_bos_token(True)
+    writer.add_add_bos_token(False)  # which early files say, and is not true
     finish(writer)
     file = read_gguf(tmp_path / "a.gguf")
     tokenizer = load_gguf_tokenizer(file)

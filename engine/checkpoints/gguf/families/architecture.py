@@ -67,8 +67,8 @@ def rope_of(keys: Keys, size: int | None = None) -> dict[str, Any]:
     rotated = keys.find("rope.dimension_count", size)
     if rotated != size:
         rope["partial_rotary_factor"] = rotated / size
-    original = keys.find("rope.scaling.original_context_length")
-    kind, factor = keys.find("rope.scaling.type", "none"), keys.find("rope.scaling.factor")
+    original = keys.find("rope.scaling.original_context_length", keys.need("context_length"))
+    kind, factor = keys.find("rope.scaling.type", "linear"), keys.find("rope.scaling.factor")
     if "rope_factors_long.weight" in keys.gguf.tensors:
         lists = {f"{name}_factor": keys.gguf.floats(f"rope_factors_{name}.weight") for name in ("long", "short")}
         return rope | lists | {"rope_type": "longrope", "original_max_position_embeddings": original}
@@ -81,6 +81,11 @@ def rope_of(keys: Keys, size: int | None = None) -> dict[str, Any]:
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise ModelLoadError(f"{keys.gguf.path}: rotations with the scaling {kind!r} are not supported")
     return rope
+
+
+def partial_rope(keys: Keys) -> dict[str, Any]:
+    """Those of models of which transformers rotates a part of each head, unless it is told that all rotate."""
+    return {"partial_rotary_factor": 1.0} | rope_of(keys)
 
 
 def local_rope(keys: Keys, theta: float | None = None) -> dict[str, Any]:

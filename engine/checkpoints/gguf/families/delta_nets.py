@@ -15,7 +15,7 @@ from typing import Any
 from .....schemas.errors import ModelLoadError
 from ..file import GgufTensor, GgufWeight, Groups, Tiles
 from ..keys import Keys
-from .architecture import Architecture, Form, rope_of
+from .architecture import Architecture, Form, partial_rope
 from .experts import EXPERTS, experts_config, shared_size
 
 _NAMES = {"ssm_norm": "linear_attn.norm", "post_attention_norm": "post_attention_layernorm"}
@@ -133,7 +133,7 @@ _GROUPED = {stem: _by_value_heads(stem, _OF_VALUE_HEADS[stem], False) for stem i
 
 
 def _hybrid(keys: Keys) -> dict[str, Any]:
-    rope = rope_of(keys) | {"mrope_interleaved": True}
+    rope = partial_rope(keys) | {"mrope_interleaved": True}
     return _config(keys) | {"rope_parameters": rope | ({"mrope_section": keys.sections} if keys.sections else {})}
 
 
@@ -142,9 +142,8 @@ def _hybrid_with_experts(keys: Keys) -> dict[str, Any]:
 
 
 def _next(keys: Keys) -> dict[str, Any]:
-    rope = {"partial_rotary_factor": 1.0} | rope_of(keys)  # else transformers' own of this model
     experts = experts_config(keys) | {"shared_expert_intermediate_size": shared_size(keys), "norm_topk_prob": True}
-    return _config(keys) | {"rope_parameters": rope} | experts
+    return _config(keys) | {"rope_parameters": partial_rope(keys)} | experts
 
 
 DELTA_NETS = {

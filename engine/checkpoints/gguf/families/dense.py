@@ -10,7 +10,7 @@ from typing import Any
 
 from .....schemas.errors import ModelLoadError
 from ..keys import Keys
-from .architecture import AROUND, Architecture, layer_types, local_rope, rope_of, windows
+from .architecture import AROUND, Architecture, layer_types, local_rope, partial_rope, rope_of, windows
 
 _PHI3 = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _PHI = {
@@ -32,9 +32,14 @@ def _mlp_bias(keys: Keys) -> dict[str, Any]:
     return {"mlp_bias": keys.has("ffn_up.bias")}
 
 
+def _partial(keys: Keys) -> dict[str, Any]:
+    return {"rope_parameters": partial_rope(keys)}
+
+
 def _ministral(keys: Keys) -> Architecture:
-    """A Ministral 3 has attention whose temperature grows with the text."""
-    return _MINISTRAL if keys.find("attention.temperature_scale") else _MISTRAL3
+    """Ministral 3's attention grows sharper with the text, or has YaRN's own factor at least."""
+    names = ("attention.temperature_scale", "rope.scaling.yarn_log_multiplier")
+    return _MISTRAL3 if all(keys.find(name) is None for name in names) else _MINISTRAL
 
 
 def _with_temperature(keys: Keys) -> dict[str, Any]:
@@ -43,8 +48,18 @@ def _with_temperature(keys: Keys) -> dict[str, Any]:
     length = keys.find("attention.temperature_length", rope.get("original_max_position_embeddings"))
     if length != rope.get("original_max_position_embeddings"):
         raise ModelLoadError(f"{keys.gguf.path}: its temperature has a length of its own; use its safetensors files")
-    beta = keys.need("attention.temperature_scale")
+    beta = keys.find("attention.temperature_scale", 0.0)
     return {"rope_parameters": rope | more | {"llama_4_scaling_beta": beta}, "sliding_window": None}
+
+
+def _glm4(keys: Keys) -> Architecture:
+    """Raises `ModelLoadError` for GLM-4.1V and 4.6V, whose converter has another order of queries and keys."""
+    if keys.sections:
+        raise ModelLoadError(
+            f"{keys.gguf.path} is the language model of a GLM that sees, which is not supported in GGUF; use its "
+            "safetensors files"
+        )
+    return _GLM
 
 
 def _olmo(keys: Keys) -> Architecture:
@@ -66,6 +81,7 @@ def _stablelm(keys: Keys) -> dict[str, Any]:
         "use_qkv_bias": keys.has("attn_q.bias"),
         "qk_layernorm": keys.has("attn_q_norm.weight"),
         "use_parallel_residual": not keys.has("ffn_norm.weight"),
+        "rope_parameters": partial_rope(keys),
     }
 
 
@@ -79,6 +95,7 @@ def _cohere2(keys: Keys) -> dict[str, Any]:
 
 _MISTRAL3 = Architecture("llama", "LlamaForCausalLM", interleaved=True)
 _MINISTRAL = Architecture("ministral3", "Ministral3ForCausalLM", interleaved=True, extra=_with_temperature)
+_GLM = Architecture("glm4", "Glm4ForCausalLM", _GLM4, extra=_partial)
 _OLMO2 = Architecture("olmo2", "Olmo2ForCausalLM", AROUND)
 _OLMO3 = Architecture("olmo3", "Olmo3ForCausalLM", AROUND, extra=_olmo3)
 DENSE: dict[str, Architecture | Callable[[Keys], Architecture]] = {
@@ -87,14 +104,14 @@ DENSE: dict[str, Architecture | Callable[[Keys], Architecture]] = {
     "qwen2vl": Architecture("qwen2", "Qwen2ForCausalLM"),  # text has the same position in all three dimensions
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
     "qwen3vl": Architecture("qwen3", "Qwen3ForCausalLM"),  # as above
-    "phi2": Architecture("phi", "PhiForCausalLM", _PHI, epsilon="layer_norm_eps"),
+    "phi2": Architecture("phi", "PhiForCausalLM", _PHI, epsilon="layer_norm_eps", extra=_partial),
     "phi3": Architecture(
         "phi3",
         "Phi3ForCausalLM",
         _PHI3,
         extra=lambda keys: {"sliding_window": keys.find("attention.sliding_window") or None},
     ),
-    "glm4": Architecture("glm4", "Glm4ForCausalLM", _GLM4),
+    "glm4": _glm4,
     "olmo2": _olmo,
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", interleaved=True),
     "starcoder2": Architecture(

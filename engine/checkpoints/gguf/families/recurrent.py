@@ -169,6 +169,7 @@ def _nemotron(keys: Keys) -> dict[str, Any]:
         "mlp_bias": keys.has("ffn_up.bias"),
         "mlp_hidden_act": "relu2",
         "moe_latent_size": keys.find("moe_latent_size"),
+        "time_step_min": 1e-12,  # steps have no least size: transformers takes this one for that
     } | (
         {
             "n_routed_experts": keys.need("expert_count"),
@@ -193,7 +194,8 @@ def _kind(keys: Keys, layer: int) -> str:
     raise ModelLoadError(f"{keys.gguf.path}: layer {layer} is of an unknown kind; use the model's safetensors files")
 
 
-_NEMOTRON = {name: own.replace("mlp.", "mixer.") for name, own in WITH_SHARED.items()} | {
+_LATENT_EXPERTS = {"ffn_latent_down": "mixer.fc1_latent_proj", "ffn_latent_up": "mixer.fc2_latent_proj"}
+_NEMOTRON = {name: own.replace("mlp.", "mixer.") for name, own in (WITH_SHARED | _LATENT_EXPERTS).items()} | {
     "token_embd": "model.embeddings",
     "output_norm": "model.norm_f",
     "attn_norm": "norm",

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .....schemas.errors import ModelLoadError
 from ..keys import Keys
-from .architecture import Architecture, layer_types, local_rope, rope_of, windows
+from .architecture import Architecture, layer_types, local_rope, partial_rope, rope_of, windows
 from .experts import (
     EXPERTS,
     WHOLE_EXPERTS,
@@ -67,11 +68,17 @@ def _gpt_oss(keys: Keys) -> dict[str, Any]:
 
 
 def _deepseek(keys: Keys) -> Architecture:
+    """Raises `ModelLoadError` for Mistral Large 3, whose file is called the same."""
+    if keys.find("attention.temperature_scale") or (keys.find("expert_weights_norm") and not is_sigmoid(keys)):
+        raise ModelLoadError(f"{keys.gguf.path} is a Mistral Large 3, which is not supported in GGUF")
     return V3 if is_sigmoid(keys) else V2
 
 
 def _glm4(keys: Keys) -> dict[str, Any]:
-    return routed_config(keys) | {"use_qk_norm": keys.has("attn_q_norm.weight")}
+    return routed_config(keys) | {
+        "use_qk_norm": keys.has("attn_q_norm.weight"),
+        "rope_parameters": partial_rope(keys),
+    }
 
 
 def _ernie(keys: Keys) -> dict[str, Any]:
