@@ -26,7 +26,8 @@ LENGTH = 16
 PROMPTS = [[7, 90, 201, 45, 12], [5 + 3 * index % 290 for index in range(40)]]
 _LEVELS, _STEP = 127, 2.0**-9  # those of Q8_0, and how far they are apart
 _GROUP = 32  # the weights that share a step
-_SEEDS, _VARIETY = 200, 6  # how many weights are tried until an answer has so many different tokens
+_SEEDS, _VARIETY = 200, 6  # how many weights are tried until an answer has so many different tokens, and
+_APART = 0.005  # the best two are so far apart at each step that no processor's rounding exchanges them
 _SIZES: dict[str, Any] = {  # each model takes those that its configuration has
     **{"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16},
     **{"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256, "sliding_window": 16},
@@ -151,11 +152,11 @@ def make_sample(name: str, converter: Path, to: Path) -> None:
             for own_name, tensor in model.state_dict().items():
                 if tensor.is_floating_point():
                     tensor.copy_(_numbers(own_name, tensor))
-        tokens = [_greedy(model, prompt) for prompt in PROMPTS]
-        if min(len({*found}) for found in tokens) >= _VARIETY:
+        tokens, gaps = zip(*(_greedy(model, prompt) for prompt in PROMPTS), strict=True)
+        if min(len({*found}) for found in tokens) >= _VARIETY and min(gaps) >= _APART:
             break
     else:
-        raise SystemExit(f"{name}: all weights that were tried say the same token again and again; change its sizes")
+        raise SystemExit(f"{name}: no weights that were tried say enough different and clear tokens; change its sizes")
     with tempfile.TemporaryDirectory() as directory:
         folder = make_tiny_model(directory, vocabulary_size=config.vocab_size)  # for its tokenizer
         (folder / "model.safetensors").unlink()
@@ -206,14 +207,16 @@ def _convert(converter: Path, folder: Path, to: Path) -> None:
         sys.argv, conversion.get_model_class = before, original
 
 
-def _greedy(model: Any, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
+def _greedy(model: Any, prompt: list[int]) -> tuple[list[int], float]:
+    """The tokens, and how far the best two logits were apart at least."""
+    ids, gap = torch.tensor([prompt]), float("inf")
     with torch.no_grad():
         for _ in range(LENGTH):
-            best = model(input_ids=ids, use_cache=False).logits[0, -1].argmax()
-            ids = torch.cat((ids, best.view(1, 1)), dim=1)
+            (best, second), (token, _) = model(input_ids=ids, use_cache=False).logits[0, -1].topk(2)
+            gap = min(gap, float(best - second))
+            ids = torch.cat((ids, token.view(1, 1)), dim=1)
     found: list[int] = ids[0, len(prompt) :].tolist()
-    return found
+    return found, gap
 
 
 def main(arguments: list[str]) -> int:

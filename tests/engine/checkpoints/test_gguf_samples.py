@@ -20,6 +20,7 @@ from penstock.engine.checkpoints.experts import whole_weights
 from penstock.engine.checkpoints.gguf.file import Gguf, read_gguf
 from penstock.engine.checkpoints.gguf.models import config_of, weights_of
 from penstock.engine.checkpoints.gguf.weights import lazy_weights, level_readers
+from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
 from penstock.engine.models import count_parameters
 from penstock.engine.sizing import footprint
 from penstock.schemas.errors import ModelLoadError
@@ -41,7 +42,7 @@ def tokens(path: Path, dtype: Literal["bfloat16", "float32"], chunk: int) -> lis
         prefill_chunk_size=chunk,
     )
     with InferenceEngine(config) as engine:
-        if path.stem in COMPILED:
+        if path.stem in COMPILED and {*cpu_flags().split()} >= KERNEL_FLAGS:
             assert engine.model_info().slow_paths == ()
         params = GenerationParams(max_tokens=LENGTH, temperature=0, ignore_eos=True)
         return [list(output.choices[0].token_ids) for output in engine.generate(PROMPTS, params)]
