@@ -75,8 +75,8 @@ def weights_of(gguf: Gguf) -> dict[str, GgufWeight]:
 
 def rope_factors(gguf: Gguf) -> list[float] | None:
     """What divides the frequencies of rotations, if the file says that in a tensor and its configuration does not."""
-    has_own = architecture_of(gguf).model_type == "gemma4_text"
-    return gguf.floats(ROPE_FACTORS) if ROPE_FACTORS in gguf.tensors and not has_own else None
+    is_given = ROPE_FACTORS in gguf.tensors and architecture_of(gguf).has_factors
+    return gguf.floats(ROPE_FACTORS) if is_given else None
 
 
 def _weights(tensor: GgufTensor, architecture: Architecture, keys: Keys) -> Iterator[tuple[str, GgufWeight]]:

@@ -54,6 +54,7 @@ class Architecture:
     interleaved: bool = False
     norm_offset: int = 0  # what converters add to the weights of norms
     epsilon: str = "rms_norm_eps"
+    has_factors: bool = True  # whether the factors of rotations are to be applied, if there are any
     extra: Extra = lambda keys: {}
 
 

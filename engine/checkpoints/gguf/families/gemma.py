@@ -160,6 +160,7 @@ GEMMAS = {
         "gemma4_text",
         "Gemma4ForCausalLM",
         AROUND | _BY_LAYER_INPUTS | _EXPERTS | {"layer_output_scale": "layer_scalar."},
+        has_factors=False,  # the configuration says it
         extra=_gemma4,
     ),
 }

@@ -13,7 +13,7 @@ from .....schemas.errors import ModelLoadError
 from ..file import GgufTensor, GgufWeight
 from ..keys import Keys
 from .architecture import Architecture, Form, rope_of
-from .experts import WITH_SHARED, dense_layers
+from .experts import WITH_SHARED, dense_layers, routed_config
 from .granite import FORMS as GRANITE_FORMS
 from .granite import NAMES as GRANITE_NAMES
 from .granite import granite_config
@@ -43,7 +43,7 @@ _MAMBA = ("ssm_in", "ssm_out", "ssm_conv1d", "ssm_a", "ssm_d", "ssm_dt", "ssm_no
 
 
 def _lfm(keys: Keys) -> dict[str, Any]:
-    return _lfm_layers(keys) | {"block_auto_adjust_ff_dim": False, "conv_bias": keys.has("shortconv.conv.bias")}
+    return _lfm_layers(keys) | {"block_auto_adjust_ff_dim": False}
 
 
 def _lfm_with_experts(keys: Keys) -> dict[str, Any]:
@@ -55,13 +55,13 @@ def _lfm_with_experts(keys: Keys) -> dict[str, Any]:
         "use_expert_bias": keys.has("exp_probs_b.bias"),
         "norm_topk_prob": keys.find("expert_weights_norm", True),
         "routed_scaling_factor": keys.find("expert_weights_scale", 1.0),
-        "conv_bias": keys.has("shortconv.conv.bias"),
     }
 
 
 def _lfm_layers(keys: Keys) -> dict[str, Any]:
     return {
         "conv_L_cache": keys.need("shortconv.l_cache"),
+        "conv_bias": keys.has("shortconv.conv.bias"),
         "layer_types": _layer_types(keys, "shortconv.conv.weight", ("conv", "full_attention")),
     }
 
@@ -155,7 +155,7 @@ def _nemotron(keys: Keys) -> dict[str, Any]:
     kinds = [_kind(keys, layer) for layer in range(keys.num_layers)]
     shared = keys.first("ffn_up_shexp.weight")
     dense = keys.first("ffn_up.weight")
-    return {
+    found = {
         "layers_block_type": kinds,
         "hybrid_override_pattern": None,
         "intermediate_size": dense.shape[0] if dense else keys.find("feed_forward_length", 0),
@@ -170,21 +170,10 @@ def _nemotron(keys: Keys) -> dict[str, Any]:
         "mlp_hidden_act": "relu2",
         "moe_latent_size": keys.find("moe_latent_size"),
         "time_step_min": 1e-12,  # steps have no least size: transformers takes this one for that
-    } | (
-        {
-            "n_routed_experts": keys.need("expert_count"),
-            "num_experts_per_tok": keys.need("expert_used_count"),
-            "moe_intermediate_size": keys.need("expert_feed_forward_length"),
-            "n_shared_experts": keys.find("expert_shared_count", 1),
-            "moe_shared_expert_intermediate_size": shared.shape[0] if shared else 0,
-            "n_group": keys.find("expert_group_count", 1),
-            "topk_group": keys.find("expert_group_used_count", 1),
-            "norm_topk_prob": keys.find("expert_weights_norm", True),
-            "routed_scaling_factor": keys.find("expert_weights_scale", 1.0),
-        }
-        if keys.find("expert_count")
-        else {}
-    )
+    }
+    if not keys.find("expert_count"):
+        return found
+    return found | routed_config(keys) | {"moe_shared_expert_intermediate_size": shared.shape[0] if shared else 0}
 
 
 def _kind(keys: Keys, layer: int) -> str:

@@ -36,19 +36,14 @@ _GPT_OSS = {
     "ffn_gate_inp": "mlp.router",
 }
 _ERNIE = WITH_SHARED | {"exp_probs_b": "mlp.gate.moe_statics.e_score_correction_bias."}
-_AFMOE = (
-    WITH_SHARED
-    | {
-        "ffn_gate_inp": "mlp.router.gate",
-        "exp_probs_b": "mlp.expert_bias.",
-        "attn_gate": "self_attn.gate_proj",
-    }
-    | {
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_mlp_layernorm",
-        "post_ffw_norm": "post_mlp_layernorm",
-    }
-)
+_AFMOE = WITH_SHARED | {
+    "ffn_gate_inp": "mlp.router.gate",
+    "exp_probs_b": "mlp.expert_bias.",
+    "attn_gate": "self_attn.gate_proj",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_mlp_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+}
 
 
 def _llama(keys: Keys) -> Architecture:
@@ -96,11 +91,7 @@ def _ernie(keys: Keys) -> dict[str, Any]:
 
 def _exaone(keys: Keys) -> dict[str, Any]:
     return (
-        {
-            name: value
-            for name, value in routed_config(keys).items()
-            if name not in ("n_routed_experts", "n_shared_experts")
-        }
+        routed_config(keys)
         | windows(keys, 4)
         | {
             "num_experts": keys.need("expert_count"),

@@ -22,7 +22,7 @@ def architecture_of(gguf: Gguf) -> Architecture:
     if name not in ARCHITECTURES:
         raise ModelLoadError(
             f"{gguf.path} has the architecture {name!r}, which is not supported in GGUF files; supported: "
-            f"{', '.join(ARCHITECTURES)}. Use the model's safetensors files instead"
+            f"{', '.join(sorted(ARCHITECTURES))}. Use the model's safetensors files instead"
         )
     found = ARCHITECTURES[name]
     return found if isinstance(found, Architecture) else found(Keys(gguf))
