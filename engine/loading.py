@@ -136,11 +136,11 @@ def _load(
         assert quantized is not None
         weights = lazy_rounded_weights(path, quantized, found, dtype)
     experts: Readers = {}
-    shapes = read_shapes(path) if gguf or keep_levels is not None else {}
+    shapes = read_shapes(path) if gguf or quantized or keep_levels is not None else {}
     if keep_levels is not None:
         weights, found, experts = fold_experts(weights, found, shapes, dtype, keep_levels)
         weights = without_numbers(weights, found, shapes, dtype, keep_levels)
-    if gguf:
+    if gguf or quantized:
         weights = whole_weights(weights, shapes, dtype)
     kind: Any = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if sees else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
     with counting_weights(None if keep_levels is not None and found else progress):

@@ -75,6 +75,7 @@ def quantize(
 
     from ...engine.checkpoints.rounded import save_quantized
     from ...engine.loading import load_causal_lm
+    from ...engine.paged.quantization.apart import set_apart
     from ...engine.paged.quantization.calibrate import calibrate
     from ...engine.paged.quantization.quantize import quantizable
 
@@ -84,6 +85,7 @@ def quantize(
         loaded_model = load_causal_lm(
             config, source, info.architecture, torch.device("cpu"), progress, None, sees=info.sees
         )
+    set_apart(loaded_model)
     methods = {name: own for name, _, own in quantizable(loaded_model, method)}
     columns = (TextColumn("rounding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:

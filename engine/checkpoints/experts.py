@@ -24,7 +24,7 @@ _PLACES = {
 
 _MIXTRAL = ("w1", "w2", "w3")
 
-_WHOLE = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")  # all experts of a layer, [E, I, O]
+_WHOLE = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")  # all experts of a layer, [E, I, O]
 
 Readers = dict[str, dict[str, list[ReadRounded]]]
 """By the name of a layer's experts and the name of one of their tensors: what reads each expert's levels."""

@@ -1,7 +1,9 @@
 """What config.json says about a quantised checkpoint; `rounded` reads and writes its weights. Needs no torch.
 
 `quantization_config` is `{"quant_method": "penstock", "version": 1, "group_size": 32, "modules": {…}, "tied": {…}}`.
-`modules` has "int8" or "int4" for each quantised module. `tied` has the embedding for an output head that is tied to
+`modules` has "int8" or "int4" for each quantised module. Those of experts are called like transformers' tensor of all
+of a layer, with the expert's number: `….experts.0.down_proj`. `transposed` names the layers' experts, if any, whose
+tensors have inputs before outputs in transformers; levels never do. `tied` has the embedding for an output head that is tied to
 it: the head's numbers are the embedding's, too, and the files hold them once.
 
 Of a module NAME with a weight [O, I] the files hold, by groups of 32 inputs, `NAME.scales` bfloat16 [O, ⌈I / 32⌉], and
@@ -29,10 +31,12 @@ _METHODS = ("int8", "int4")
 
 
 class Quantized(NamedTuple):
-    """The quantised modules of a checkpoint with their methods, and the tied heads with their embeddings."""
+    """The quantised modules of a checkpoint with their methods, the tied heads with their embeddings, and the names of
+    the experts that transformers has transposed."""
 
     modules: dict[str, str]
     tied: dict[str, str]
+    transposed: list[str]
 
     @classmethod
     def of(cls, config: Mapping[str, Any], source: str) -> Quantized | None:
@@ -46,16 +50,18 @@ class Quantized(NamedTuple):
                 f"{source} was quantised as version {version} with groups of {size}; this Penstock reads version "
                 f"{_VERSION} with groups of {GROUP_SIZE}: update it, or quantise the model again"
             )
-        modules, tied = given.get("modules"), given.get("tied", {})
-        if not isinstance(modules, dict) or not isinstance(tied, dict) or not set(modules.values()) <= {*_METHODS}:
+        modules, tied, transposed = given.get("modules"), given.get("tied", {}), given.get("transposed", [])
+        is_whole = isinstance(modules, dict) and isinstance(tied, dict) and isinstance(transposed, list)
+        if not is_whole or not set(modules.values()) <= {*_METHODS}:
             raise ModelLoadError(f"the quantization_config of {source} is broken; quantise the model again")
-        return cls(modules, tied)
+        return cls(modules, tied, transposed)
 
     @property
     def config(self) -> dict[str, Any]:
         """What `of` reads."""
         own = {"quant_method": _METHOD, "version": _VERSION, "group_size": GROUP_SIZE}
-        return own | {"modules": self.modules, "tied": self.tied}
+        more = {"transposed": self.transposed} if self.transposed else {}
+        return own | {"modules": self.modules, "tied": self.tied} | more
 
     @property
     def method(self) -> str:
@@ -72,4 +78,16 @@ class Quantized(NamedTuple):
                 raise ModelLoadError(f"the weight files lack {name}.levels: they are incomplete; quantise it again")
             rows, columns = found.pop(f"{name}.levels")
             found[f"{self.tied.get(name, name)}.weight"] = [rows, columns * (2 if method == "int4" else 1)]
+        for whole, parts in self.wholes().items():
+            rows, columns = [found.pop(f"{part}.weight") for part in parts][0]
+            found[whole] = [len(parts), columns, rows]
+        return found
+
+    def wholes(self) -> dict[str, list[str]]:
+        """By the names of the tensors of transposed experts: the modules of each expert, in their order."""
+        found: dict[str, list[str]] = {}
+        for experts in self.transposed:
+            own = [name.removeprefix(f"{experts}.").partition(".") for name in self.modules if name.startswith(f"{experts}.")]
+            for number, _, kind in sorted(own, key=lambda one: int(one[0])):
+                found.setdefault(f"{experts}.{kind}", []).append(f"{experts}.{number}.{kind}")
         return found

@@ -134,7 +134,7 @@ class Rounded(NamedTuple):
         if self.zeros is None:
             return scales | {f"{name}.levels": self.levels.contiguous()}
         low, high = self.levels.to(torch.uint8).view(len(self.levels), -1, 2).unbind(-1)
-        return scales | {f"{name}.levels": low | high << 4, f"{name}.zeros": self.zeros.contiguous()}
+        return scales | {f"{name}.levels": (low | high << 4).contiguous(), f"{name}.zeros": self.zeros.contiguous()}
 
 
 def blocks_of(readers: Iterable[ReadRounded | None]) -> list[Blocks]:
@@ -172,7 +172,15 @@ def lazy_rounded_weights(
     for name, rounded in found.items():
         weight = LazyWeight(partial(_expand, rounded, dtype))
         weights |= {f"{one}.weight": weight for one in {name, quantized.tied.get(name, name)}}
+    for whole, modules in quantized.wholes().items():
+        parts_of_all = [weights.pop(f"{module}.weight") for module in modules]
+        weights[whole] = LazyWeight(partial(_transposed, parts_of_all))
     return weights
+
+
+def _transposed(parts: Sequence[LazyWeight]) -> Tensor:
+    """Weights [O, I] as one tensor [E, I, O]."""
+    return torch.stack([part[...].T for part in parts])
 
 
 def without_numbers(
@@ -237,7 +245,7 @@ def attach(model: Any, found: Mapping[str, ReadRounded], experts: Mapping[str, A
 def save_quantized(source: Path, to: Path, model: PreTrainedModel, found: Mapping[str, Rounded]) -> None:
     """Write a quantised checkpoint of `model`, which was loaded from the directory `source`, to the directory `to`.
 
-    Files that are no weights are copied. config.json is written last: what is incomplete cannot be loaded.
+    Experts are modules of their own there. Files that are no weights are copied. config.json is written last: what is incomplete cannot be loaded.
     """
     embedding = model.get_input_embeddings()
     tied = {
@@ -256,7 +264,8 @@ def save_quantized(source: Path, to: Path, model: PreTrainedModel, found: Mappin
         if file.is_file() and not is_ours:
             shutil.copy(file, to / file.name)
     methods = {name: "int8" if rounded.zeros is None else "int4" for name, rounded in found.items()}
-    config = read_json(source / "config.json") | {"quantization_config": Quantized(methods, tied).config}
+    transposed = [name for name, module in model.named_modules() if getattr(module, "is_transposed", False)]
+    config = read_json(source / "config.json") | {"quantization_config": Quantized(methods, tied, transposed).config}
     (to / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 

@@ -42,13 +42,17 @@ def packing_experts(
     num_used: int = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
     for name, parent in list(model.named_modules()):
         for own, module in list(parent.named_children()):
-            is_theirs = all(hasattr(module, mark) for mark in _MARKS) and not isinstance(module, PackedExperts)
-            if is_theirs and chosen(module):
+            if is_experts(module) and chosen(module):
                 packed = PackedExperts(module, make, f"{name}.{own}", num_used)
                 if kernels is not None:
                     packed.compile(kernels, rooms)
                 setattr(parent, own, packed)
                 yield packed
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether it is transformers' experts of a layer, or a plain decoder's, with their weights."""
+    return all(hasattr(module, mark) for mark in _MARKS)
 
 
 class PackedExperts(nn.Module):

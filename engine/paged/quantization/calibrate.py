@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _DAMPING = 0.01  # of the mean square of an input, added to each: keeps inputs that hardly occur from exploding
+_DOUBT = 0.5  # more of it if there were no rows, half as much with as many rows as inputs, see `_damping`
 _BATCH = 8  # texts that pass through a layer together
 
 
 Run = Callable[[Tensor], Tensor]
 """Runs a layer on its input [B, T, E]."""
+
+
+class Moments(NamedTuple):
+    """What is known of the inputs x of a product: the sum of x x' [I, I] over so many rows."""
+
+    products: Tensor
+    rows: int
+
+    @classmethod
+    def of(cls, rows: Tensor) -> Self:
+        """Those of rows [T, I]."""
+        return cls(rows.T @ rows, len(rows))
+
+    def plus(self, other: Moments | None) -> Moments:
+        return self if other is None else Moments(self.products + other.products, self.rows + other.rows)
 
 
 class _Stop(Exception):
@@ -71,20 +87,20 @@ def calibrate(
             for module in products:
                 weight, method = _weight(module), methods[names[module]]
                 if module in moments:
-                    settle(module, calibrated(weight.float(), moments[module], method))
+                    settle(module, calibrated(weight.float().contiguous(), moments[module], method))
                 else:  # an expert that no text needs
                     settle(module, rounded(weight, method))
             states = [run(state) for state in states]
     return found
 
 
-def calibrated(weight: Tensor, moments: Tensor, method: str) -> Rounded:
-    """Round a weight [O, I] of inputs x with these `moments` [I, I], the sum of x x' over all."""
+def calibrated(weight: Tensor, known: Moments, method: str) -> Rounded:
+    """Round a weight [O, I] for the inputs of which this is `known`."""
     inputs = weight.shape[1]
     if method == "int4" and not fits_int4(weight.shape):
         method = "int8"
     pad = -inputs % GROUP
-    moments = moments + _damping(moments)
+    moments = known.products + _damping(known)
     weight, moments = functional.pad(weight.clone(), (0, pad)), functional.pad(moments, (0, pad, 0, pad))
     moments.diagonal()[inputs:] = 1
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(moments))
@@ -112,9 +128,11 @@ def calibrated(weight: Tensor, moments: Tensor, method: str) -> Rounded:
     return Rounded.int4(*found, torch.cat(zeros, dim=1).bfloat16()) if zeros else Rounded(*found)
 
 
-def _damping(moments: Tensor) -> Tensor:
-    mean = moments.diagonal().mean()
-    return torch.eye(len(moments)) * (_DAMPING * mean if mean > 0 else 1)
+def _damping(known: Moments) -> Tensor:
+    """What is added to the moments: inputs that a few rows never combined will be combined by others."""
+    inputs, mean = len(known.products), known.products.diagonal().mean()
+    share = _DAMPING + _DOUBT * inputs / (inputs + known.rows)
+    return torch.eye(inputs) * (share * mean if mean > 0 else 1)
 
 
 def _weight(module: Any) -> Tensor:
@@ -156,17 +174,16 @@ def _inputs(model: Any, layers: nn.ModuleList, texts: Tensor) -> tuple[list[Tens
     return states, runs
 
 
-def _observe(run: Run, products: Sequence[nn.Module], states: Sequence[Tensor]) -> dict[nn.Module, Tensor]:
-    """The moments of each product's inputs, see `calibrated`; products that share an input share them."""
-    moments: dict[nn.Module, Tensor] = {}
-    last: list[Tensor] = []  # the input of the last product, and its moments
+def _observe(run: Run, products: Sequence[nn.Module], states: Sequence[Tensor]) -> dict[nn.Module, Moments]:
+    """What is known of each product's inputs; products that share an input share it."""
+    moments: dict[nn.Module, Moments] = {}
+    last: list[tuple[Tensor, Moments]] = []  # the input of the last product
 
     def note(module: nn.Module, given: tuple[Tensor, ...]) -> None:
         x = given[0].flatten(0, -2)
-        if not last or last[0].data_ptr() != x.data_ptr():
-            last[:] = x, x.T @ x
-        known = moments.get(module)
-        moments[module] = last[1] if known is None else known + last[1]
+        if not last or (last[0][0].data_ptr(), last[0][0].shape) != (x.data_ptr(), x.shape):
+            last[:] = [(x, Moments.of(x))]
+        moments[module] = last[0][1].plus(moments.get(module))
 
     with _removed([module.register_forward_pre_hook(note) for module in products]):
         for state in states:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from collections.abc import Iterator
@@ -17,6 +18,9 @@ from penstock.__main__ import app
 from penstock.engine import EngineConfig, GenerationParams, ImageText, InferenceEngine
 
 
+ROOT = Path(__file__).parents[3]
+
+
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
     """The command sets its own for the whole process."""
@@ -27,6 +31,15 @@ def threads() -> Iterator[None]:
 
 def quantize(*arguments: object) -> Result:
     return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["quantize", *map(str, arguments)])
+
+
+def tiny(shape: str, to: Path) -> Path:
+    spec = importlib.util.spec_from_file_location("tiny_model", ROOT / "deploy" / "tiny_model.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made: Path = module.make_tiny_model(to, shape)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +72,14 @@ def test_a_model_that_sees_still_does(tmp_path: Path) -> None:
     assert first.token_ids != second.token_ids
 
 
-def test_it_is_nearer_than_rounding_while_loading(made: Path, tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", ["llama", "qwen3_moe", "gpt_oss"])
+def test_it_is_nearer_than_rounding_while_loading(shape: str, tmp_path: Path) -> None:
+    source = tiny(shape, tmp_path / shape)
+    assert quantize(source, tmp_path / "out").exit_code == 0
     divergences = []
-    for index, (model, more) in enumerate(((made, []), (tiny_model, ["--quantization=int4"]))):
+    for index, (model, more) in enumerate(((tmp_path / "out", []), (source, ["--quantization=int4"]))):
         file = tmp_path / f"{index}.json"
-        words = ["bench", "quality", str(model), *more, f"--against={tiny_model}", "--device=cpu"]
+        words = ["bench", "quality", str(model), *more, f"--against={source}", "--device=cpu"]
         result = CliRunner().invoke(app, [*words, f"--json={file}"])
         assert result.exit_code == 0, result.output
         results = json.loads(file.read_text())["results"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +18,11 @@ from transformers import AutoModelForCausalLM
 
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
 from penstock.engine.checkpoints import rounded as rounded_module
+from penstock.engine.checkpoints.experts import whole_shapes
 from penstock.engine.checkpoints.rounded import Rounded, absent, attach, is_absent, save_quantized
 from penstock.engine.models import count_parameters, read_shapes
 from penstock.engine.paged.backend import PagedBackend
+from penstock.engine.paged.quantization.apart import set_apart
 from penstock.engine.paged.quantization.quantize import quantizable, rounded
 from penstock.engine.sizing import footprint
 from penstock.schemas.errors import ConfigurationError, ModelLoadError
@@ -28,15 +31,31 @@ PROMPT = [5, 17, 300, 41]
 GREEDY = GenerationParams(temperature=0, max_tokens=12)
 
 
+WITH_EXPERTS = ["mixtral", "qwen3_moe", "gpt_oss", "qwen3_5_moe_text", "nemotron_h", "deepseek_v3"]
+"""In plain decoders, as tensors of inputs by outputs, beside delta nets, without gates, with latent attention."""
+
+
 def write(source: Path, to: Path, quantization: str = "int4") -> Any:
     """Quantise a model by plain rounding; returns it with the numbers that its levels stand for."""
-    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    model, right = (AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32) for _ in range(2))
+    set_apart(model)
     found = {name: rounded(module.weight, method) for name, module, method in quantizable(model, quantization)}
     save_quantized(source, to, model, found)
     with torch.no_grad():
         for name, one in found.items():
-            model.get_submodule(name).weight.copy_(one.numbers)
-    return model
+            weight_of(right, name).copy_(one.numbers)
+    return right
+
+
+def weight_of(model: Any, name: str) -> torch.Tensor:
+    """That of a module, or of one expert, outputs before inputs."""
+    expert = re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)", name)
+    if not expert:
+        weight: torch.Tensor = model.get_submodule(name).weight
+        return weight
+    experts = model.get_submodule(expert[1])
+    own: torch.Tensor = getattr(experts, expert[3])[int(expert[2])]
+    return own.T if experts.is_transposed else own
 
 
 def config(model: Path, **more: Any) -> EngineConfig:
@@ -52,7 +71,12 @@ def answer(model: Any) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize(
-    ("shape", "backend"), [("llama", "paged"), ("llama", "hf"), ("gemma2", "paged"), ("phi3", "paged")]
+    ("shape", "backend"),
+    [
+        *[("llama", "paged"), ("llama", "hf"), ("gemma2", "paged"), ("phi3", "paged")],
+        *[(shape, "paged") for shape in WITH_EXPERTS],
+        *[(shape, "hf") for shape in ("mixtral", "gpt_oss")],
+    ],
 )
 def test_a_saved_model_answers_as_its_numbers_do(
     shape: str, backend: str, quantization: str, model_directory: Callable[[str], Path], tmp_path: Path
@@ -63,8 +87,11 @@ def test_a_saved_model_answers_as_its_numbers_do(
     assert tuple(found) == answer(model)
 
 
-def test_levels_are_computed_with_as_they_are(model_directory: Callable[[str], Path], tmp_path: Path) -> None:
-    source = model_directory("llama")
+@pytest.mark.parametrize("shape", ["llama", "qwen3_moe", "gpt_oss"])
+def test_levels_are_computed_with_as_they_are(
+    shape: str, model_directory: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = model_directory(shape)
     write(source, tmp_path / "out")
     saved = PagedBackend(config(tmp_path / "out", dtype="bfloat16"))
     rounding = PagedBackend(config(source, dtype="bfloat16", quantization="int4"))
@@ -73,10 +100,13 @@ def test_levels_are_computed_with_as_they_are(model_directory: Callable[[str], P
     rounding.close()
 
 
-def test_the_shapes_are_those_of_the_weights(model_directory: Callable[[str], Path], tmp_path: Path) -> None:
-    source = model_directory("llama")
+@pytest.mark.parametrize("shape", ["llama", "qwen3_moe", "gpt_oss"])
+def test_the_shapes_are_those_of_the_weights(
+    shape: str, model_directory: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = model_directory(shape)
     write(source, tmp_path / "out")
-    assert read_shapes(tmp_path / "out") == read_shapes(source)
+    assert whole_shapes(read_shapes(tmp_path / "out")) == whole_shapes(read_shapes(source))
     assert count_parameters(tmp_path / "out") == count_parameters(source)
     size = (tmp_path / "out" / "model.safetensors").stat().st_size
     assert size < 0.8 * (source / "model.safetensors").stat().st_size
