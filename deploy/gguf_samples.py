@@ -14,6 +14,7 @@ import json
 import runpy
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,7 @@ SAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2_moe": ("lfm2_moe", _LFM | {"num_dense_layers": 1, "tie_word_embeddings": True}),
     "mellum": ("mellum", _WINDOWS | {"mlp_layer_types": ["sparse"] * 4}),
     "minimax_m2": ("minimax_m2", {"rotary_dim": 8}),
+    "mixtral_fused": ("mixtral", {"sliding_window": None}),
     "ministral3": (
         "ministral3",
         {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}, "sliding_window": None},
@@ -132,8 +134,11 @@ SAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo3": ("olmo3", _WINDOWS),
     "olmoe": ("olmoe", {}),
     "phi": ("phi", {"num_key_value_heads": 2, "intermediate_size": 128}),
+    "qwen2_fused": ("qwen2", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "seed_oss": ("seed_oss", {}),
 }
+_FUSED = ("--fuse-qkv",)
+"""What the converter is told for those whose names end so."""
 _FOR_CONVERTER = {"cohere2": {"rotary_pct": 1.0}}  # what its config.json has in the original, and transformers' has not
 
 
@@ -167,7 +172,7 @@ def make_sample(name: str, converter: Path, to: Path) -> None:
             names = {"linear_attention": "mamba", "full_attention": "attention"}
             settings["layer_types"] = [names.get(kind, kind) for kind in kinds]
         (folder / "config.json").write_text(json.dumps(settings))
-        _convert(converter, folder, to / f"{name}.gguf")
+        _convert(converter, folder, to / f"{name}.gguf", _FUSED if name.endswith("_fused") else ())
     (to / f"{name}.json").write_text(json.dumps(tokens) + "\n")
 
 
@@ -186,7 +191,7 @@ def _numbers(name: str, tensor: Tensor) -> Tensor:
     return levels * _STEP
 
 
-def _convert(converter: Path, folder: Path, to: Path) -> None:
+def _convert(converter: Path, folder: Path, to: Path, options: Sequence[str]) -> None:
     """Run llama.cpp's converter, which takes the tokenizers that it knows alone, with ours."""
     sys.path[:0] = [str(converter), str(converter / "gguf-py")]
     conversion: Any = __import__("conversion")
@@ -201,7 +206,7 @@ def _convert(converter: Path, folder: Path, to: Path) -> None:
     conversion.get_model_class = known
     before = sys.argv
     try:
-        sys.argv = ["convert_hf_to_gguf.py", str(folder), "--outtype", "q8_0", "--outfile", str(to)]
+        sys.argv = ["convert_hf_to_gguf.py", str(folder), "--outtype", "q8_0", "--outfile", str(to), *options]
         runpy.run_path(str(converter / "convert_hf_to_gguf.py"), run_name="__main__")
     finally:
         sys.argv, conversion.get_model_class = before, original

@@ -104,6 +104,7 @@ ROOMS: dict[str, set[str]] = {
         "engine.cpu",
         "engine.cuda",
         "engine.paged.decoding",
+        "engine.plain",
         "engine.vision",
     },
     "engine.paged.scheduling": {

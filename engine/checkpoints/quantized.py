@@ -3,8 +3,8 @@
 `quantization_config` is `{"quant_method": "penstock", "version": 1, "group_size": 32, "modules": {…}, "tied": {…}}`.
 `modules` has "int8" or "int4" for each quantised module. Those of experts are called like transformers' tensor of all
 of a layer, with the expert's number: `….experts.0.down_proj`. `transposed` names the layers' experts, if any, whose
-tensors have inputs before outputs in transformers; levels never do. `tied` has the embedding for an output head that is tied to
-it: the head's numbers are the embedding's, too, and the files hold them once.
+tensors have inputs before outputs in transformers; levels never do. `tied` has the embedding for an output head that
+is tied to it: the head's numbers are the embedding's, too, and the files hold them once.
 
 Of a module NAME with a weight [O, I] the files hold, by groups of 32 inputs, `NAME.scales` bfloat16 [O, ⌈I / 32⌉], and
 
@@ -51,8 +51,12 @@ class Quantized(NamedTuple):
                 f"{_VERSION} with groups of {GROUP_SIZE}: update it, or quantise the model again"
             )
         modules, tied, transposed = given.get("modules"), given.get("tied", {}), given.get("transposed", [])
-        is_whole = isinstance(modules, dict) and isinstance(tied, dict) and isinstance(transposed, list)
-        if not is_whole or not set(modules.values()) <= {*_METHODS}:
+        if not (
+            isinstance(modules, dict)
+            and isinstance(tied, dict)
+            and isinstance(transposed, list)
+            and set(modules.values()) <= {*_METHODS}
+        ):
             raise ModelLoadError(f"the quantization_config of {source} is broken; quantise the model again")
         return cls(modules, tied, transposed)
 
@@ -79,15 +83,15 @@ class Quantized(NamedTuple):
             rows, columns = found.pop(f"{name}.levels")
             found[f"{self.tied.get(name, name)}.weight"] = [rows, columns * (2 if method == "int4" else 1)]
         for whole, parts in self.wholes().items():
-            rows, columns = [found.pop(f"{part}.weight") for part in parts][0]
-            found[whole] = [len(parts), columns, rows]
+            shape, *_ = [found.pop(f"{part}.weight") for part in parts]
+            found[whole] = [len(parts), *reversed(shape)]
         return found
 
     def wholes(self) -> dict[str, list[str]]:
         """By the names of the tensors of transposed experts: the modules of each expert, in their order."""
         found: dict[str, list[str]] = {}
         for experts in self.transposed:
-            own = [name.removeprefix(f"{experts}.").partition(".") for name in self.modules if name.startswith(f"{experts}.")]
-            for number, _, kind in sorted(own, key=lambda one: int(one[0])):
-                found.setdefault(f"{experts}.{kind}", []).append(f"{experts}.{number}.{kind}")
+            names = [name for name in self.modules if name.startswith(f"{experts}.")]
+            for name in sorted(names, key=lambda one: int(one.split(".")[-2])):
+                found.setdefault(f"{experts}.{name.rpartition('.')[2]}", []).append(name)
         return found

@@ -245,7 +245,8 @@ def attach(model: Any, found: Mapping[str, ReadRounded], experts: Mapping[str, A
 def save_quantized(source: Path, to: Path, model: PreTrainedModel, found: Mapping[str, Rounded]) -> None:
     """Write a quantised checkpoint of `model`, which was loaded from the directory `source`, to the directory `to`.
 
-    Experts are modules of their own there. Files that are no weights are copied. config.json is written last: what is incomplete cannot be loaded.
+    Each expert's products are modules of their own there. Files that are no weights are copied. config.json is written
+    last: what is incomplete cannot be loaded.
     """
     embedding = model.get_input_embeddings()
     tied = {

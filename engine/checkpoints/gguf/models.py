@@ -15,6 +15,7 @@ from .families.architecture import LAYER_NORM, NAMES, RMS_NORM, Architecture, ro
 from .families.gemma import ROPE_FACTORS
 from .families.table import architecture_of
 from .file import Gguf, GgufTensor, GgufWeight
+from .fused import with_parts
 from .keys import HEADS, Keys
 from .scales import with_scales
 from .tokens import end_ids
@@ -28,7 +29,8 @@ _OUTSIDE = re.compile(r"(\w+)(\.weight|\.bias)")
 
 def config_of(gguf: Gguf) -> dict[str, Any]:
     """The content that the model's config.json would have. Raises `ModelLoadError`."""
-    architecture, keys = architecture_of(gguf), Keys(gguf)
+    architecture = architecture_of(gguf)
+    keys = Keys(gguf := with_parts(gguf, {*architecture.names, *architecture.forms}))
     embedding = gguf.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelLoadError(f"{gguf.path} has no token_embd.weight: it is not a language model; choose one that is")
@@ -63,8 +65,8 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
 
 def weights_of(gguf: Gguf) -> dict[str, GgufWeight]:
     """All weights by transformers' names. Raises `ModelLoadError` naming a tensor that has none."""
-    gguf = with_scales(gguf)
-    architecture, keys = architecture_of(gguf), Keys(gguf)
+    architecture = architecture_of(gguf)
+    keys = Keys(gguf := with_parts(with_scales(gguf), {*architecture.names, *architecture.forms}))
     found: dict[str, GgufWeight] = {}
     for tensor in gguf.tensors.values():
         layer = _NUMBER.match(tensor.name)

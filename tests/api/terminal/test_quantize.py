@@ -17,7 +17,6 @@ from vision_models import make_vision_model, picture
 from penstock.__main__ import app
 from penstock.engine import EngineConfig, GenerationParams, ImageText, InferenceEngine
 
-
 ROOT = Path(__file__).parents[3]
 
 

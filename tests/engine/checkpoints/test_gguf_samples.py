@@ -97,6 +97,11 @@ def test_the_product_of_a_latent_may_be_in_one_piece(tmp_path: Path) -> None:
         ("deepseek_v3", {"blk.0.attn_v_b.weight": (2, 16, 64)}, "do not go with 2 heads and a latent of 32 numbers"),
         ("granitemoeshared", {"blk.0.ffn_up_shexp.weight": None}, "blk.0.ffn_gate_shexp.weight without blk.0.ffn_up"),
         ("granitemoeshared", {"blk.0.ffn_gate_shexp.weight": None}, "blk.0.ffn_up_shexp.weight without blk.0.ffn_gate"),
+        (
+            "qwen2_fused",
+            {"blk.0.attn_qkv.weight": (60, 32)},
+            "has 60 rows, and not 64, for 2 heads of queries",
+        ),
         ("lfm2", {"blk.0.shortconv.gate.weight": "blk.0.shortconv.in_proj.weight"}, "shortconv.gate.weight is unknown"),
     ],
 )
