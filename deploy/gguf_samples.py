@@ -59,6 +59,7 @@ _SHARED = {
 _GEMMA = _SHARED | {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 320, "num_kv_shared_layers": 2}
 SAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "afmoe": ("afmoe", _WINDOWS | {"num_dense_layers": 1, "mup_enabled": True, "route_scale": 1.5}),
+    "apertus": ("apertus", {}),
     "arcee": ("arcee", {}),
     "cohere": ("cohere", {"tie_word_embeddings": True, "logit_scale": 0.25}),
     "cohere2": ("cohere2", _WINDOWS | {"tie_word_embeddings": True, "logit_scale": 0.25}),

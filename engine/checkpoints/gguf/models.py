@@ -75,6 +75,11 @@ def weights_of(gguf: Gguf) -> dict[str, GgufWeight]:
     return found
 
 
+def constants_of(gguf: Gguf) -> dict[str, Any]:
+    """The weights that are in the metadata, by transformers' names: numbers, or lists of them."""
+    return architecture_of(gguf).constants(Keys(gguf))
+
+
 def rope_factors(gguf: Gguf) -> list[float] | None:
     """What divides the frequencies of rotations, if the file says that in a tensor and its configuration does not."""
     is_given = ROPE_FACTORS in gguf.tensors and architecture_of(gguf).has_factors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from ..lazy import LazyWeight
 from ..rounded import Blocks, ReadRounded, Rounded, blocks_of
 from .blocks import LEVELS
 from .file import Gguf, GgufWeight, Groups, Tiles
+from .models import constants_of
 from .pairs import weights_of
 from .types import BLOCKS
 
@@ -26,7 +28,10 @@ def lazy_weights(gguf: Gguf, dtype: torch.dtype) -> dict[str, LazyWeight]:
     def lazy(weight: GgufWeight) -> LazyWeight:
         return LazyWeight(lambda: _read(weight, dtype))
 
-    return {name: lazy(weight) for name, weight in weights_of(gguf).items()}
+    constants = {
+        name: LazyWeight(partial(torch.tensor, numbers, dtype=dtype)) for name, numbers in constants_of(gguf).items()
+    }
+    return {name: lazy(weight) for name, weight in weights_of(gguf).items()} | constants
 
 
 def level_readers(gguf: Gguf) -> dict[str, ReadRounded]:

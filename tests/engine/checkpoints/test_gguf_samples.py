@@ -70,6 +70,14 @@ def test_levels_stand_for_the_numbers_of_the_weights(name: str) -> None:
     assert all(len(answer) == LENGTH for answer in tokens(gguf.path, "bfloat16", 64))
 
 
+def test_an_activation_without_its_numbers_is_refused() -> None:
+    gguf = sample("apertus")
+    for numbers in (None, [0.5]):
+        broken = replace(gguf, metadata={**gguf.metadata, "xielu.beta": numbers})
+        with pytest.raises(ModelLoadError, match=r"has no xielu\.beta for each layer; convert the model again"):
+            lazy_weights(broken, torch.float32)
+
+
 def test_the_product_of_a_latent_may_be_in_one_piece(tmp_path: Path) -> None:
     """As older files have it, with the lengths of whole heads."""
     gguf = sample("deepseek_v3")

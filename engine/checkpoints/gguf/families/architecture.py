@@ -35,6 +35,9 @@ LAYER_NORM, RMS_NORM = "attention.layer_norm_epsilon", "attention.layer_norm_rms
 _YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}
 
 Extra = Callable[[Keys], dict[str, Any]]
+Constants = Callable[[Keys], dict[str, Any]]
+"""Weights that the metadata has, by their whole names: a number, or a list of them."""
+
 Form = Callable[[GgufTensor, Keys], Iterator[tuple[str, GgufWeight]]]
 """The weights that a tensor has, by their names in the layer; none if it belongs to those of another tensor."""
 
@@ -56,6 +59,7 @@ class Architecture:
     epsilon: str = "rms_norm_eps"
     has_factors: bool = True  # whether the factors of rotations are to be applied, if there are any
     extra: Extra = lambda keys: {}
+    constants: Constants = lambda keys: {}
 
 
 def rope_of(keys: Keys, size: int | None = None) -> dict[str, Any]:

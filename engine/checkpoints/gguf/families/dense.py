@@ -25,6 +25,7 @@ _GLM4 = {
     "post_ffw_norm": "post_mlp_layernorm",
 }
 _HUNYUAN = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+_APERTUS = {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}
 _STABLELM = {"attn_q_norm": "self_attn.q_layernorm.norms.{}", "attn_k_norm": "self_attn.k_layernorm.norms.{}"}
 
 
@@ -93,6 +94,18 @@ def _cohere2(keys: Keys) -> dict[str, Any]:
     return {"logit_scale": keys.need("logit_scale")} | windows(keys, 4) | {"layer_types": layer_types(keys, 4)}
 
 
+def _activations(keys: Keys) -> dict[str, Any]:
+    """The numbers of each layer's activation, xIELU. Raises `ModelLoadError` for fewer of them."""
+    found: dict[str, Any] = {}
+    for name in ("alpha_p", "alpha_n", "beta", "eps"):
+        numbers = keys.gguf.metadata.get(f"xielu.{name}")
+        if not isinstance(numbers, list) or len(numbers) < keys.num_layers:
+            raise ModelLoadError(f"{keys.gguf.path} has no xielu.{name} for each layer; convert the model again")
+        for layer, number in enumerate(numbers[: keys.num_layers]):
+            found[f"model.layers.{layer}.mlp.act_fn.{name}"] = [number] if name.startswith("alpha") else number
+    return found
+
+
 _MISTRAL3 = Architecture("llama", "LlamaForCausalLM", interleaved=True)
 _MINISTRAL = Architecture("ministral3", "Ministral3ForCausalLM", interleaved=True, extra=_with_temperature)
 _GLM = Architecture("glm4", "Glm4ForCausalLM", _GLM4, extra=_partial)
@@ -134,6 +147,7 @@ DENSE: dict[str, Architecture | Callable[[Keys], Architecture]] = {
     "ernie4_5": Architecture(
         "ernie4_5", "Ernie4_5ForCausalLM", extra=lambda keys: {"use_bias": keys.has("attn_q.bias")}
     ),
+    "apertus": Architecture("apertus", "ApertusForCausalLM", _APERTUS, constants=_activations),
     "arcee": Architecture("arcee", "ArceeForCausalLM", interleaved=True, extra=_mlp_bias),
     "stablelm": Architecture("stablelm", "StableLmForCausalLM", _STABLELM, epsilon="layer_norm_eps", extra=_stablelm),
 }
