@@ -50,6 +50,13 @@ class Moments(NamedTuple):
         return self if other is None else Moments(self.products + other.products, self.rows + other.rows)
 
 
+class _Given(NamedTuple):
+    """What a layer gets besides its input."""
+
+    own: tuple[Any, ...]
+    named: dict[str, Any]
+
+
 class _Stop(Exception):
     """The inputs of the first layer are known."""
 
@@ -81,16 +88,16 @@ def calibrate(
             settle(module, rounded(_weight(module), methods[name]))
     with in_float32(model):
         states, runs = _inputs(model, layers, torch.tensor(texts))
-        for layer, run in zip(layers, runs, strict=True):
+        for layer, own in zip(layers, runs, strict=True):
             products = [module for module in layer.modules() if module in names]
-            moments = _observe(run, products, states)
+            moments = _observe(own, products, states)
             for module in products:
                 weight, method = _weight(module), methods[names[module]]
                 if module in moments:
                     settle(module, calibrated(weight.float().contiguous(), moments[module], method))
                 else:  # an expert that no text needs
                     settle(module, rounded(weight, method))
-            states = [run(state) for state in states]
+            states = [run(state) for run, state in zip(own, states, strict=True)]
     return found
 
 
@@ -149,32 +156,57 @@ def _layers(model: PreTrainedModel) -> nn.ModuleList:
     return found[0]
 
 
-def _inputs(model: Any, layers: nn.ModuleList, texts: Tensor) -> tuple[list[Tensor], list[Run]]:
-    """The first layer's input for each batch of texts, and what runs each layer; other arguments are alike for all."""
-    states: list[Tensor] = []
-    runs: list[Run] = []
+def _inputs(model: Any, layers: nn.ModuleList, texts: Tensor) -> tuple[list[Tensor], list[list[Run]]]:
+    """The first layer's input for each batch of texts, and what runs each layer on each batch.
 
-    def note(layer: nn.Module, given: tuple[Tensor, ...], named: dict[str, Any], is_first: bool) -> None:
-        if is_first:
-            states.append(given[0] if given else named["hidden_states"])
-            if len(states) > 1:
-                raise _Stop
-        named = {key: value for key, value in named.items() if key != "hidden_states"}
-        runs.append(lambda state: _output(layer(state, *given[1:], **named)))
+    Of the layers' other arguments most are alike for all batches. Where they are not, as those of Gemma 4's layers,
+    every batch passes through the whole model once more.
+    """
+    states: list[Tensor] = []
+    given: list[list[_Given]] = [[] for _ in layers]
+
+    def note(layer: nn.Module, own: tuple[Any, ...], named: dict[str, Any], index: int, is_alike: bool) -> None:
+        if index == 0:
+            states.append(own[0] if own else named["hidden_states"])
+        if is_alike:
+            raise _Stop
+        given[index].append(_Given(own[1:], {key: value for key, value in named.items() if key != "hidden_states"}))
 
     size = min(_BATCH, len(texts))
     batches = texts[: len(texts) // size * size].view(-1, size, texts.shape[1])
-    hooks = [partial(note, is_first=not index) for index in range(len(layers))]
-    with _removed(
-        [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer, hook in zip(layers, hooks, strict=True)]
-    ):
-        for batch in batches:
-            with suppress(_Stop):
-                model(batch, use_cache=False)
+    for number, batch in enumerate(batches):
+        is_alike = number > 1 and all(_same(first, second) for first, second, *_ in given)
+        hooks = [partial(note, index=index, is_alike=is_alike) for index in range(len(layers))]
+        pairs = zip(layers, hooks, strict=True)
+        handles = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer, hook in pairs]
+        with _removed(handles), suppress(_Stop):
+            model(batch, use_cache=False)
+    numbers = range(len(batches))
+    runs: list[list[Run]] = [
+        [partial(_run, layer, own[number if number < len(own) else 0]) for number in numbers]
+        for layer, own in zip(layers, given, strict=True)
+    ]
     return states, runs
 
 
-def _observe(run: Run, products: Sequence[nn.Module], states: Sequence[Tensor]) -> dict[nn.Module, Moments]:
+def _run(layer: nn.Module, given: _Given, state: Tensor) -> Tensor:
+    result = layer(state, *given.own, **given.named)
+    found: Tensor = result[0] if isinstance(result, tuple) else result
+    return found
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether both are alike, tensors inside included."""
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(_same(*pair) for pair in zip(one, other, strict=True))
+    return one is other or bool(one == other)
+
+
+def _observe(runs: Sequence[Run], products: Sequence[nn.Module], states: Sequence[Tensor]) -> dict[nn.Module, Moments]:
     """What is known of each product's inputs; products that share an input share it."""
     moments: dict[nn.Module, Moments] = {}
     last: list[tuple[Tensor, Moments]] = []  # the input of the last product
@@ -186,14 +218,10 @@ def _observe(run: Run, products: Sequence[nn.Module], states: Sequence[Tensor]) 
         moments[module] = last[0][1].plus(moments.get(module))
 
     with _removed([module.register_forward_pre_hook(note) for module in products]):
-        for state in states:
+        for run, state in zip(runs, states, strict=True):
             last.clear()
             run(state)
     return moments
-
-
-def _output(result: Tensor | tuple[Tensor, ...]) -> Tensor:
-    return result[0] if isinstance(result, tuple) else result
 
 
 @contextmanager

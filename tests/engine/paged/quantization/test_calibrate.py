@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.engine.paged.quantization.apart import set_apart
 from penstock.engine.paged.quantization.calibrate import Moments, calibrate, calibrated
@@ -81,6 +81,27 @@ def test_a_model_is_rounded_layer_by_layer(shape: str, model_directory: Callable
     with torch.inference_mode():
         right, other, uncalibrated = (one(torch.tensor(TEXTS)).logits for one in (exact, model, plain))
     assert float((other - right).norm()) < float((uncalibrated - right).norm())
+
+
+def test_layers_get_what_each_text_gives_them() -> None:
+    """Those of Gemma 4 get more than the text's states: inputs of their own, and others' keys and values."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"head_dim": 16, "global_head_dim": 32, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+    sizes |= {"vocab_size": 500, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 500}
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = AutoConfig.for_model("gemma4_text", **sizes, layer_types=kinds, max_position_embeddings=64)
+    torch.manual_seed(0)
+    auto: Any = AutoModelForCausalLM
+    model, texts = auto.from_config(config, dtype=torch.float32), [[*reversed(text)] for text in TEXTS] + TEXTS[:4]
+    name = "model.layers.3.mlp.down_proj"
+    module, seen = model.get_submodule(name), list[Tensor]()
+    with torch.inference_mode():
+        handle = module.register_forward_pre_hook(lambda _, given: seen.append(given[0].flatten(0, -2)))
+        model(torch.tensor(texts))
+        handle.remove()
+        right = calibrated(module.weight.clone(), Moments.of(seen[0]), "int4")
+    found = calibrate(model, {name: "int4"}, texts)[name]
+    assert torch.equal(found.levels, right.levels)
 
 
 def test_texts_that_fill_no_batch_are_read(model_directory: Callable[[str], Path]) -> None:
