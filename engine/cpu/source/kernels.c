@@ -8,6 +8,7 @@
    at every use: the compiler specialises each `INLINE` function for each of their values. */
 
 #include "delta.h"
+#include "layer_inputs.h"
 #include "mixture.h"
 
 enum { AHEAD = 64 };  /* keys that attention fetches ahead */
@@ -22,11 +23,11 @@ typedef struct {
 } LowRank;
 
 /* The parts of a layer; `qkv` has three. A delta net has one, and others behind it; a short convolution has one. */
-enum { QKV, GATES, RATES, DECAYS, OUTPUT, GATE, UP, DOWN, SHARE, NUM_PARTS };
+enum { QKV, GATES, RATES, DECAYS, OUTPUT, GATE, UP, DOWN, SHARE, INPUT_GATE, INPUT_PROJECTION, NUM_PARTS };
 
 typedef struct {
     const float *attention_norm, *mlp_norm; /* [E] */
-    const float *head_norm;                 /* [Hq + H, D] or NULL */
+    const float *head_norm;                 /* [Hq + H, D], or [Hq + 2 H, D] if `norms_values`; or NULL */
     const float *attention_after, *mlp_after; /* [E], of what is added to the stream; or NULL */
     const float *cosines, *sines;           /* by position, [P, rotated]; the sines of the first half are negated */
     const float *scales;                    /* of queries by position, [P], or NULL */
@@ -40,12 +41,17 @@ typedef struct {
     int64_t num_blocks, window; /* N; keys that a query attends to, or INT64_MAX */
     int64_t group, has_gelu;    /* gates are GELU's, not SiLU's */
     int64_t has_gates;          /* whether each query is followed by a gate of what its head finds */
+    int64_t num_q_heads, num_kv_heads, head_dim, rotated; /* Hq, H, D; the first so many numbers are rotated */
+    int64_t num_parts;          /* behind the queries: 2; 1 if values are keys; 0 if `pool` is an earlier layer's */
+    int64_t norms_values;
+    LayerInput input;
+    float scalar;               /* what the stream is multiplied by at the end */
     float epsilon, mlp_epsilon, head_epsilon, scaling, softcap; /* of the scores; 0 for none */
 } Layer;
 
 typedef struct {
-    int64_t half, threads, num_layers, vocabulary, embedding, num_q_heads, num_kv_heads, head_dim; /* V, E, Hq, H, D */
-    int64_t rotated, num_groups, block_size; /* the first so many numbers of each head are rotated */
+    int64_t half, threads, num_layers, vocabulary, embedding; /* V, E */
+    int64_t num_groups, block_size;
     int64_t num_slots; /* of running states; 0 without */
     const void *embeddings; /* T [V, E] */
     const Layer *layers;
@@ -59,6 +65,7 @@ typedef struct {
     const Room *room;            /* of any mixture, or NULL */
     float *low;                  /* [R, 3, most_rank]: scale * x A of the adapters */
     float *after;                /* [R, E]: what is to be normalised and added to the stream */
+    const LayerInputs *layer_inputs; /* or NULL */
     int64_t most_rank;           /* a multiple of 16 */
     float epsilon, scale, softcap; /* `scale` of the embeddings; `softcap` of the logits, 0 for none */
 } Model;
@@ -242,18 +249,33 @@ INLINE const int64_t *table_of(const Token *token, const Layer *l) { return toke
 /* From one query to the next, in heads. */
 INLINE int64_t spread(const Layer *l) { return l->has_gates ? 2 : 1; }
 
+/* Store a token's key, or for heads from H on its value, x [D], in its cache slot. */
+INLINE void store_head(const Model *m, const Layer *l, const Token *token, int64_t head, const float *x, int half) {
+    const int64_t block = table_of(token, l)[token->position / m->block_size], inside = token->position % m->block_size;
+    const int64_t slot = (head * l->num_blocks + block) * m->block_size + inside;
+    for (int64_t i = 0; i < l->head_dim; i += 16) {
+        __mmask16 mask = tail_mask(l->head_dim - i);
+        store(l->pool, slot * l->head_dim + i, load(x, i, mask, 0), mask, half);
+    }
+}
+
 /* Normalise and rotate every token's queries and keys in place, then store its keys and values in their cache slots. */
 INLINE void rotate_and_store(Thread *t, const Model *m, const Layer *l, const Token *tokens, int64_t rows, int half) {
-    const int64_t head_dim = m->head_dim, middle = m->rotated / 2, each = spread(l);
-    const int64_t rotated = m->num_q_heads + m->num_kv_heads, num_heads = rotated + m->num_kv_heads;
+    const int64_t head_dim = l->head_dim, middle = l->rotated / 2, each = spread(l), Hq = l->num_q_heads;
+    const int64_t rotated = Hq + (l->num_parts ? l->num_kv_heads : 0), num_heads = Hq + l->num_parts * l->num_kv_heads;
     EACH(item, t, rows * num_heads) {
-        const int64_t row = item / num_heads, head = item % num_heads, gates = (each - 1) * m->num_q_heads;
-        float *x = m->qkv + row * (num_heads + gates) * head_dim;
-        x += (head < m->num_q_heads ? head * each : head + gates) * head_dim;
-        const int64_t position = tokens[row].position, angle = tokens[row].turn * m->rotated;
-        const int64_t other_angle = angle + middle;
+        const int64_t row = item / num_heads, head = item % num_heads, gates = (each - 1) * Hq;
+        float *x = m->qkv + row * l->qkv.outputs + (head < Hq ? head * each : head + gates) * head_dim;
+        const int64_t angle = tokens[row].turn * l->rotated, other_angle = angle + middle;
+        if (l->num_parts == 1 && head >= Hq) { /* the value, before the key is normalised and rotated in its place */
+            const int64_t other = head + l->num_kv_heads;
+            float value[head_dim];
+            rms_norm(x, l->head_norm + other * head_dim, l->head_epsilon, head_dim, value, 0);
+            store_head(m, l, tokens + row, other - Hq, value, half);
+        }
+        if (l->head_norm && (head < rotated || l->norms_values))
+            rms_norm(x, l->head_norm + head * head_dim, l->head_epsilon, head_dim, x, 0);
         if (head < rotated) {
-            if (l->head_norm) rms_norm(x, l->head_norm + head * head_dim, l->head_epsilon, head_dim, x, 0);
             for (int64_t i = 0; i < middle; i += 16) {
                 __mmask16 mask = tail_mask(middle - i);
                 __m512 a = load(x, i, mask, 0), b = load(x, i + middle, mask, 0);
@@ -263,22 +285,14 @@ INLINE void rotate_and_store(Thread *t, const Model *m, const Layer *l, const To
                 store(x, i + middle, _mm512_fmadd_ps(a, load(l->sines, other_angle + i, mask, 0), other), mask, 0);
             }
         }
-        if (l->scales && head < m->num_q_heads) {
+        if (l->scales && head < Hq) {
             const __m512 scale = _mm512_set1_ps(l->scales[tokens[row].turn]);
             for (int64_t i = 0; i < head_dim; i += 16) {
                 __mmask16 mask = tail_mask(head_dim - i);
                 store(x, i, _mm512_mul_ps(load(x, i, mask, 0), scale), mask, 0);
             }
         }
-        if (head >= m->num_q_heads) {
-            const int64_t block = table_of(tokens + row, l)[position / m->block_size];
-            const int64_t inside = position % m->block_size, kv_head = head - m->num_q_heads; /* values after keys */
-            const int64_t slot = (kv_head * l->num_blocks + block) * m->block_size + inside;
-            for (int64_t i = 0; i < head_dim; i += 16) {
-                __mmask16 mask = tail_mask(head_dim - i);
-                store(l->pool, slot * head_dim + i, load(x, i, mask, 0), mask, half);
-            }
-        }
+        if (head >= Hq) store_head(m, l, tokens + row, head - Hq, x, half);
     }
     wait_for_all(t);
 }
@@ -313,13 +327,12 @@ INLINE void widen_rows(const void *pool, int64_t from, int64_t count, int64_t he
 /* Causal attention of every token's queries over its cached keys, 16 at a time -> T `mixed` [rows, Hq D]. */
 INLINE void attend(Thread *t, const Model *m, const Layer *l, const Token *tokens, int64_t rows, int64_t head_dim,
                    int half) {
-    const int64_t group_size = m->num_q_heads / m->num_kv_heads, each = spread(l) * head_dim;
-    const int64_t width = m->num_q_heads * each + 2 * m->num_kv_heads * head_dim;
+    const int64_t H = l->num_kv_heads, group_size = l->num_q_heads / H, each = spread(l) * head_dim;
     const int64_t stride = (head_dim + 63) / 64 * 64, block_numbers = m->block_size * head_dim;
-    const int64_t to_values = m->num_kv_heads * l->num_blocks * block_numbers; /* from a key to its value */
-    NEXT(item, t, rows * m->num_kv_heads) {
-        const int64_t row = item / m->num_kv_heads, head = item % m->num_kv_heads, length = tokens[row].position + 1;
-        const float *queries = m->qkv + row * width + head * group_size * each;
+    const int64_t to_values = H * l->num_blocks * block_numbers; /* from a key to its value */
+    NEXT(item, t, rows * H) {
+        const int64_t row = item / H, head = item % H, length = tokens[row].position + 1;
+        const float *queries = m->qkv + row * l->qkv.outputs + head * group_size * each;
         const int64_t *table = table_of(tokens + row, l);
         float keys[16 * stride], values[16 * stride], sums[group_size * stride]; /* values weighted by their shares */
         float most[group_size]; /* the largest score of each query */
@@ -381,7 +394,7 @@ INLINE void attend(Thread *t, const Model *m, const Layer *l, const Token *token
         }
         for (int64_t g = 0; g < group_size; g++) {
             __m512 scale = _mm512_set1_ps(1 / _mm512_reduce_add_ps(total[g]));
-            const int64_t to = (row * m->num_q_heads + head * group_size + g) * head_dim;
+            const int64_t to = (row * l->num_q_heads + head * group_size + g) * head_dim;
             for (int64_t i = 0; i < head_dim; i += 16) {
                 const __mmask16 mask = tail_mask(head_dim - i);
                 __m512 v = _mm512_mul_ps(_mm512_loadu_ps(sums + g * stride + i), scale);
@@ -500,11 +513,11 @@ INLINE void look_up(Thread *t, const Model *m, const Layer *l, const Token *toke
     adapted(t, &l->qkv, own, QKV, 3, m->input, in, rows, m->qkv, STORE, NULL, half);
     wait_for_all(t);
     rotate_and_store(t, m, l, tokens, rows, half);
-    switch (m->head_dim) { /* a constant head_dim halves the time */
+    switch (l->head_dim) { /* a constant head_dim halves the time */
     case 32: attend(t, m, l, tokens, rows, 32, half); break;
     case 64: attend(t, m, l, tokens, rows, 64, half); break;
     case 128: attend(t, m, l, tokens, rows, 128, half); break;
-    default: attend(t, m, l, tokens, rows, m->head_dim, half);
+    default: attend(t, m, l, tokens, rows, l->head_dim, half);
     }
 }
 
@@ -536,6 +549,64 @@ INLINE void convolve_stream(Thread *t, const Model *m, const Layer *l, const Str
     convolve_gated(t, l->convolution, step, m->qkv, m->mixed, half);
 }
 
+/* The residual stream becomes the input of a product. */
+INLINE void take_stream(Thread *t, const Model *m, const Product *p, int64_t rows, const Inputs *levels, int half) {
+    const int64_t E = m->embedding;
+    EACH(r, t, rows) {
+        for (int64_t i = 0; i < E; i += 16) {
+            const __mmask16 mask = tail_mask(E - i);
+            store(m->input, r * E + i, load(m->stream, r * E + i, mask, 0), mask, half);
+        }
+        if (takes_levels(p, half)) quantize_row(m->input, r, E, levels, half);
+    }
+    wait_for_all(t);
+}
+
+/* The inputs of all layers, of embeddings in the stream. */
+INLINE void make_layer_inputs(Thread *t, const Model *m, const Token *tokens, Adapters *own, int64_t rows, int half) {
+    const LayerInputs *from = m->layer_inputs;
+    const Product *p = &from->projection;
+    const Inputs in = inputs_at(m->levels, MOST_ROWS, groups(p));
+    take_stream(t, m, p, rows, &in, half);
+    own->layer = m->num_layers; /* adapters have this product behind those of the layers */
+    adapted(t, p, own, 0, 1, m->input, &in, rows, from->made, STORE, NULL, half);
+    own->layer = 0;
+    wait_for_all(t);
+    EACH(r, t, rows) make_inputs(from, tokens[r].id, from->made + r * p->outputs, half);
+    wait_for_all(t);
+}
+
+/* Add what a layer makes of its own inputs, gated by the stream. */
+INLINE void add_input(Thread *t, const Model *m, const Layer *l, Adapters *own, int64_t rows, int half) {
+    const Product *gate = &l->input.gate, *projection = &l->input.projection;
+    const int64_t size = gate->outputs;
+    const Inputs in = inputs_at(m->levels, MOST_ROWS, groups(gate));
+    take_stream(t, m, gate, rows, &in, half);
+    adapted(t, gate, own, INPUT_GATE, 1, m->input, &in, rows, m->gates, GELU, NULL, half);
+    wait_for_all(t);
+    const Inputs gated = inputs_at(m->levels, MOST_ROWS, groups(projection));
+    EACH(r, t, rows) {
+        const float *inputs = m->layer_inputs->made + r * m->layer_inputs->projection.outputs + l->input.start;
+        multiply_numbers(m->gates + r * size, inputs, size, (uint8_t *)m->gated + r * size * (half ? 2 : 4), half);
+        if (takes_levels(projection, half)) quantize_row(m->gated, r, size, &gated, half);
+    }
+    wait_for_all(t);
+    added(t, m, projection, own, INPUT_PROJECTION, m->gated, &gated, rows, l->input.norm, l->input.epsilon, half);
+}
+
+/* What follows the last product of a layer. */
+INLINE void end_layer(Thread *t, const Model *m, const Layer *l, Adapters *own, int64_t rows, int half) {
+    const int64_t E = m->embedding;
+    if (l->input.norm) add_input(t, m, l, own, rows, half);
+    if (l->scalar == 1) return;
+    EACH(r, t, rows)
+        for (int64_t i = r * E; i < (r + 1) * E; i += 16) {
+            const __mmask16 mask = tail_mask((r + 1) * E - i);
+            store(m->stream, i, _mm512_mul_ps(load(m->stream, i, mask, 0), _mm512_set1_ps(l->scalar)), mask, 0);
+        }
+    wait_for_all(t);
+}
+
 /* The whole model. */
 INLINE void forward(Thread *t, const Step *s, int half) {
     const Model *m = s->model;
@@ -549,6 +620,7 @@ INLINE void forward(Thread *t, const Step *s, int half) {
             store(m->stream, r * E + i, _mm512_mul_ps(one, _mm512_set1_ps(m->scale)), mask, 0);
         }
     wait_for_all(t);
+    if (m->layer_inputs && !m->layer_inputs->are_given) make_layer_inputs(t, m, tokens, &own, rows, half);
     for (const Layer *l = m->layers; l < m->layers + m->num_layers; l++, own.layer++) {
         const Inputs in = inputs_at(m->levels, MOST_ROWS, groups(&l->qkv));
         if (l->delta) remember(t, m, l, &s->strides, &own, rows, &in, half);
@@ -587,6 +659,7 @@ INLINE void forward(Thread *t, const Step *s, int half) {
             continue;
         }
         added(t, m, &l->down, &own, DOWN, m->gated, &gated, rows, l->mlp_after, l->mlp_epsilon, half);
+        end_layer(t, m, l, &own, rows, half);
     }
     const Inputs last = inputs_at(m->levels, MOST_ROWS, groups(&m->head));
     norms(t, m, m->norm, m->epsilon, s->keep, s->kept, takes_levels(&m->head, half), &last, half);

@@ -67,6 +67,10 @@ class Linear(Protocol):
         ...
 
 
+MakeLinear = Callable[[Sequence[nn.Linear]], Linear]
+"""Makes one `Linear` of modules that share their input, outputs side by side; takes over the modules' memory."""
+
+
 class Unfused:
     """A product whose next operation is separate and in place: a subclass must return a tensor of its own."""
 

@@ -25,15 +25,23 @@ _NAMES = {  # of LFM2's modules; others have these
     "out_proj": "o_proj",
 }
 BODY = {"embed_tokens", "layers", "norm", "rotary_emb"}
+INPUTS = {"embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"}
+"""What the body of a model has besides whose layers get inputs of their own."""
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _AROUND = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}  # and another meaning of the one above
+_LAYER_INPUT = {"per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm", "act_fn"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_HEAD_NORMS = {"q_norm", "k_norm"}
+_SHARING = {"q_proj", "o_proj", "q_norm"}  # of a layer that attends to an earlier one's keys and values
+_WITH_VALUE_NORM = _ATTENTION | _HEAD_NORMS | {"v_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _DELTA_NET = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "o_proj", "norm"}
 _SHORT_CONVOLUTION = {"in_proj", "o_proj"}
 GELU = {"GELUTanh"}  # the name of transformers' class
 OFFSET = {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm"}
 """The names of norms whose weights are to be added to 1."""
+WIDE = OFFSET | {"Gemma4RMSNorm"}
+"""The names of norms that multiply in float32."""
 _MIXTURES = {"gate", "experts"}, {"router", "experts"}
 _SHARED = {"gate", "experts", "shared_expert", "shared_expert_gate"}
 
@@ -41,11 +49,13 @@ _SHARED = {"gate", "experts", "shared_expert", "shared_expert_gate"}
 def scale_of(norm: Any) -> Tensor:
     """What a norm multiplies by."""
     weight: Tensor = norm.weight
-    return 1 + weight.float() if type(norm).__name__ in OFFSET else weight
+    if type(norm).__name__ in OFFSET:
+        return 1 + weight.float()
+    return weight.float() if type(norm).__name__ in WIDE else weight
 
 
 def epsilon_of(norm: Any) -> float:
-    epsilon: float = norm.eps if type(norm).__name__ in OFFSET else norm.variance_epsilon
+    epsilon: float = norm.eps if type(norm).__name__ in WIDE else norm.variance_epsilon
     return epsilon
 
 
@@ -65,7 +75,7 @@ def is_plain(layer: Any) -> bool:
             own - {"linear_attn"} == _LAYER - {"self_attn"}
             and _is_delta_net(layer.linear_attn)
             and (_is_gated(mlp) or _is_mixture(mlp))
-            and all(_is_offset(norm) for norm in norms)
+            and all(_is_wide(norm) for norm in norms)
         )
     if "conv" in own:
         return (
@@ -75,21 +85,26 @@ def is_plain(layer: Any) -> bool:
             and (_is_gated(mlp) or _is_mixture(mlp))
             and all(hasattr(norm, "variance_epsilon") for norm in norms)
         )
+    if own >= _LAYER_INPUT and type(layer.act_fn).__name__ in GELU:
+        norms.append(layer.post_per_layer_input_norm)
+        own -= _LAYER_INPUT
     around = _AROUND if own == _LAYER | _AROUND and _is_on_cpu(layer) and _is_gated(mlp) else set[str]()
     if own - around != _LAYER or not (_is_gated(mlp) or _is_mixture(mlp)):
         return False
-    attention = layer.self_attn
-    if not children(attention) >= _ATTENTION:  # latent attention, for example
+    norms += [part(layer, name) for name in around]
+    return all(map(_is_norm, norms)) and _attends_plainly(layer.self_attn)
+
+
+def _attends_plainly(attention: Any) -> bool:
+    own = children(attention)
+    if own in (_SHARING, _WITH_VALUE_NORM, _WITH_VALUE_NORM - {"v_proj"}):
+        if not _is_on_cpu(attention) or ("v_norm" in own and attention.v_norm.with_scale):
+            return False
+    elif own not in (_ATTENTION, _ATTENTION | _HEAD_NORMS):  # latent attention, for example
         return False
-    extra = children(attention) - _ATTENTION
-    norms += [*(part(layer, name) for name in around), *(part(attention, name) for name in extra)]
-    head_dim = attention.head_dim
-    return (
-        extra in (set(), {"q_norm", "k_norm"})
-        and all(hasattr(norm, "variance_epsilon") or _is_offset(norm) for norm in norms)
-        and all(len(part(attention, name).weight) == head_dim for name in extra)
-        and (not has_gates(attention) or _is_on_cpu(attention))
-    )
+    norms = [part(attention, name) for name in own & _HEAD_NORMS]
+    fits = all(_is_norm(norm) and len(norm.weight) == attention.head_dim for norm in norms)
+    return fits and (not has_gates(attention) or _is_on_cpu(attention))
 
 
 def _is_delta_net(module: Any) -> bool:
@@ -114,8 +129,12 @@ def _is_mixture(mlp: Any) -> bool:
     return (own in _MIXTURES or (own == _SHARED and _is_gated(mlp.shared_expert))) and _is_on_cpu(mlp)
 
 
-def _is_offset(norm: nn.Module) -> bool:
-    return type(norm).__name__ in OFFSET and _is_on_cpu(norm)
+def _is_wide(norm: nn.Module) -> bool:
+    return type(norm).__name__ in WIDE and _is_on_cpu(norm)
+
+
+def _is_norm(norm: nn.Module) -> bool:
+    return hasattr(norm, "variance_epsilon") or _is_wide(norm)
 
 
 def _is_on_cpu(module: nn.Module) -> bool:
