@@ -416,16 +416,33 @@ void use_openmp(void *parallel, void *thread_num, void *num_threads) {
     openmp.thread_num = (int (*)(void))thread_num, openmp.num_threads = (int (*)(void))num_threads;
 }
 
-/* Rows r = 0 to `rows` of the residual stream, normalised, become inputs; `indices` says which if not NULL. */
-INLINE void norms(Thread *t, const Model *m, const float *weight, float epsilon, const int64_t *indices, int64_t rows,
-                  int to_levels, const Inputs *levels, int half) {
+/* Rows r = 0 to `rows` of the residual stream, normalised if there are weights for that, become inputs; `indices` says
+   which if not NULL. */
+INLINE void take_rows(Thread *t, const Model *m, const float *weight, float epsilon, const int64_t *indices,
+                      int64_t rows, int to_levels, const Inputs *levels, int half) {
     const int64_t E = m->embedding;
     EACH(r, t, rows) {
         const float *from = m->stream + (indices ? indices[r] : r) * E;
-        rms_norm(from, weight, epsilon, E, (uint8_t *)m->input + r * E * (half ? 2 : 4), half);
+        uint8_t *to = (uint8_t *)m->input + r * E * (half ? 2 : 4);
+        if (weight) rms_norm(from, weight, epsilon, E, to, half);
+        else copy_numbers(from, E, to, half);
         if (to_levels) quantize_row(m->input, r, E, levels, half);
     }
     wait_for_all(t);
+}
+
+#define NORMS(name, half)                                                                                             \
+    static __attribute__((noinline)) void name(Thread *t, const Model *m, const float *weight, float epsilon,         \
+                                               const int64_t *indices, int64_t rows, int to_levels,                   \
+                                               const Inputs *levels) {                                                \
+        take_rows(t, m, weight, epsilon, indices, rows, to_levels, levels, half);                                     \
+    }
+NORMS(norms_bf16, 1)
+NORMS(norms_f32, 0)
+
+INLINE void norms(Thread *t, const Model *m, const float *weight, float epsilon, const int64_t *indices, int64_t rows,
+                  int to_levels, const Inputs *levels, int half) {
+    (half ? norms_bf16 : norms_f32)(t, m, weight, epsilon, indices, rows, to_levels, levels);
 }
 
 /* The rows' logits [rows, V], their maxima `most` [rows] and the indices of these, `best` [rows]: the first of
@@ -517,6 +534,7 @@ INLINE void look_up(Thread *t, const Model *m, const Layer *l, const Token *toke
     case 32: attend(t, m, l, tokens, rows, 32, half); break;
     case 64: attend(t, m, l, tokens, rows, 64, half); break;
     case 128: attend(t, m, l, tokens, rows, 128, half); break;
+    case 256: attend(t, m, l, tokens, rows, 256, half); break;
     default: attend(t, m, l, tokens, rows, l->head_dim, half);
     }
 }
@@ -549,25 +567,12 @@ INLINE void convolve_stream(Thread *t, const Model *m, const Layer *l, const Str
     convolve_gated(t, l->convolution, step, m->qkv, m->mixed, half);
 }
 
-/* The residual stream becomes the input of a product. */
-INLINE void take_stream(Thread *t, const Model *m, const Product *p, int64_t rows, const Inputs *levels, int half) {
-    const int64_t E = m->embedding;
-    EACH(r, t, rows) {
-        for (int64_t i = 0; i < E; i += 16) {
-            const __mmask16 mask = tail_mask(E - i);
-            store(m->input, r * E + i, load(m->stream, r * E + i, mask, 0), mask, half);
-        }
-        if (takes_levels(p, half)) quantize_row(m->input, r, E, levels, half);
-    }
-    wait_for_all(t);
-}
-
 /* The inputs of all layers, of embeddings in the stream. */
 INLINE void make_layer_inputs(Thread *t, const Model *m, const Token *tokens, Adapters *own, int64_t rows, int half) {
     const LayerInputs *from = m->layer_inputs;
     const Product *p = &from->projection;
     const Inputs in = inputs_at(m->levels, MOST_ROWS, groups(p));
-    take_stream(t, m, p, rows, &in, half);
+    norms(t, m, NULL, 0, NULL, rows, takes_levels(p, half), &in, half);
     own->layer = m->num_layers; /* adapters have this product behind those of the layers */
     adapted(t, p, own, 0, 1, m->input, &in, rows, from->made, STORE, NULL, half);
     own->layer = 0;
@@ -581,7 +586,7 @@ INLINE void add_input(Thread *t, const Model *m, const Layer *l, Adapters *own, 
     const Product *gate = &l->input.gate, *projection = &l->input.projection;
     const int64_t size = gate->outputs;
     const Inputs in = inputs_at(m->levels, MOST_ROWS, groups(gate));
-    take_stream(t, m, gate, rows, &in, half);
+    norms(t, m, NULL, 0, NULL, rows, takes_levels(gate, half), &in, half);
     adapted(t, gate, own, INPUT_GATE, 1, m->input, &in, rows, m->gates, GELU, NULL, half);
     wait_for_all(t);
     const Inputs gated = inputs_at(m->levels, MOST_ROWS, groups(projection));

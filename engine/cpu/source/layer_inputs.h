@@ -42,6 +42,14 @@ INLINE void make_inputs(const LayerInputs *from, int64_t id, float *x, int half)
     }
 }
 
+/* x [count] -> T `to` [count] */
+INLINE void copy_numbers(const float *x, int64_t count, void *to, int half) {
+    for (int64_t i = 0; i < count; i += 16) {
+        const __mmask16 mask = tail_mask(count - i);
+        store(to, i, load(x, i, mask, 0), mask, half);
+    }
+}
+
 /* x [count] -> T `to` [count]: x * y */
 INLINE void multiply_numbers(const float *x, const float *y, int64_t count, void *to, int half) {
     for (int64_t i = 0; i < count; i += 16) {

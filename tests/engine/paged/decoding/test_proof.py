@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
     GptOssConfig,
     Lfm2Config,
@@ -64,6 +65,13 @@ def make_model(dtype: torch.dtype = torch.bfloat16, spread: float = 0.02, kind: 
         shape |= {"layer_types": ["conv", "conv", "full_attention"] * 2}
     if kind is Lfm2MoeConfig:
         shape |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "routed_scaling_factor": 1.5}
+    if kind is Gemma4TextConfig:  # the layers 1 and 5 attend to all; 4 and 5 have no keys; those of 1 are values, too
+        shape |= {
+            "layer_types": [*["sliding_attention", "full_attention"], *["sliding_attention"] * 3, "full_attention"]
+        }
+        shape |= {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+        shape |= {"hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 170, "num_kv_shared_layers": 2}
+        shape |= {"use_double_wide_mlp": True, "final_logit_softcapping": 2.0}
     config = kind(**shape, num_key_value_heads=2, num_hidden_layers=6, initializer_range=spread)
     make: Any = AutoModelForCausalLM.from_config
     model = make(config, attn_implementation=ATTENTION, dtype=dtype).eval()
@@ -75,6 +83,8 @@ def make_model(dtype: torch.dtype = torch.bfloat16, spread: float = 0.02, kind: 
     for name, buffer in model.named_buffers():
         if name.endswith("expert_bias"):
             nn.init.uniform_(buffer, -0.5, 0.5)
+        if name.endswith("layer_scalar"):
+            nn.init.uniform_(buffer, 0.4, 0.8)
     return model
 
 
@@ -88,7 +98,7 @@ def run(model: Any, offered: Kernels | None, method: str | None = None) -> Runne
     "kind",
     [
         *(LlamaConfig, MixtralConfig, Qwen3MoeConfig, GptOssConfig),
-        *(GemmaConfig, Gemma2Config, Gemma3TextConfig, Qwen3_5TextConfig),
+        *(GemmaConfig, Gemma2Config, Gemma3TextConfig, Gemma4TextConfig, Qwen3_5TextConfig),
         *(Qwen3_5MoeTextConfig, Qwen2MoeConfig, Lfm2Config, Lfm2MoeConfig),
     ],
 )
@@ -199,6 +209,66 @@ def test_what_is_wrong_in_a_model_like_gemma_is_refused_and_named(
     assert f"from float32 in {part}, more than" in made.uncompiled
 
 
+def change_input(name: str, value: float) -> Callable[[CompiledDecoder], None]:
+    return lambda decoder: setattr(decoder._layers[3].input, name, value)
+
+
+def change_inputs(name: str, value: float) -> Callable[[CompiledDecoder], None]:
+    def change(decoder: CompiledDecoder) -> None:
+        assert decoder.inputs is not None
+        setattr(decoder.inputs._inputs, name, value)
+
+    return change
+
+
+def lose_norm_of_values(decoder: CompiledDecoder) -> None:
+    decoder._layers[3].norms_values = False
+
+
+def attend_to_others(decoder: CompiledDecoder) -> None:
+    decoder._layers[4].pool = decoder._layers[2].pool
+
+
+def normalise_values_as_keys(decoder: CompiledDecoder) -> None:
+    layer = decoder._layers[1]
+    weights = decoder._numbers(torch.full((layer.num_q_heads + 2, layer.head_dim), 0.8))
+    layer.head_norm = weights
+
+
+@compiled
+@pytest.mark.parametrize("method", [None, "int8"])
+@pytest.mark.parametrize(
+    "break_, part",
+    [
+        (change_inputs("scale", 2), "the inputs of all layers"),
+        (change_inputs("sum_scale", 1), "the inputs of all layers"),
+        (change_input("start", 0), "layer 3"),
+        (change_input("norm", 0), "layer 3"),
+        (scale("scalar", 1.5), "layer 3"),
+        (lose_norm_of_values, "layer 3"),
+        (attend_to_others, "layer 4"),
+        (normalise_values_as_keys, "layer 1"),
+    ],
+    ids=lambda one: getattr(one, "__name__", None),
+)
+def test_what_is_wrong_in_a_layer_like_gemma_4s_is_refused_and_named(
+    break_: Callable[[CompiledDecoder], None], part: str, method: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaking(break_, monkeypatch)
+    made = run(make_model(spread=0.2, kind=Gemma4TextConfig), load_kernels(), method)
+    assert made._compiled is None
+    assert f"from float32 in {part}, more than" in made.uncompiled
+
+
+def test_tokens_without_inputs_for_the_layers_are_not_compiled() -> None:
+    """A table with fewer tokens than the vocabulary: their numbers would be read behind it."""
+    model = make_model(kind=Gemma4TextConfig)
+    table = model.model.embed_tokens_per_layer
+    table.weight = nn.Parameter(table.weight[:-1], requires_grad=False)
+    made = run(model, load_kernels())
+    assert made._compiled is None and "does not support the shapes" in made.uncompiled
+
+
 def take_other_inputs(decoder: CompiledDecoder) -> None:
     decoder.remembering[1].convolution.taps = decoder.remembering[2].convolution.taps
 
@@ -230,7 +300,7 @@ def read_others(part: str, name: str) -> Callable[[CompiledDecoder], None]:
 
 
 def rotate_less(decoder: CompiledDecoder) -> None:
-    decoder._model.rotated //= 2
+    decoder._layers[3].rotated //= 2
 
 
 @compiled
