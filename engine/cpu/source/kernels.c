@@ -26,7 +26,7 @@ typedef struct {
 enum { QKV, GATES, RATES, DECAYS, OUTPUT, GATE, UP, DOWN, SHARE, INPUT_GATE, INPUT_PROJECTION, NUM_PARTS };
 
 typedef struct {
-    const float *attention_norm, *mlp_norm; /* [E] */
+    const float *attention_norm, *mlp_norm; /* [E] or NULL */
     const float *head_norm;                 /* [Hq + H, D], or [Hq + 2 H, D] if `norms_values`; or NULL */
     const float *attention_after, *mlp_after; /* [E], of what is added to the stream; or NULL */
     const float *cosines, *sines;           /* by position, [P, rotated]; the sines of the first half are negated */
@@ -43,7 +43,7 @@ typedef struct {
     int64_t has_gates;          /* whether each query is followed by a gate of what its head finds */
     int64_t num_q_heads, num_kv_heads, head_dim, rotated; /* Hq, H, D; the first so many numbers are rotated */
     int64_t num_parts;          /* behind the queries: 2; 1 if values are keys; 0 if `pool` is an earlier layer's */
-    int64_t norms_values;
+    int64_t norms_values, norms_rows; /* `norms_rows`: the mean square is that of all queries, or keys, together */
     LayerInput input;
     float scalar;               /* what the stream is multiplied by at the end */
     float epsilon, mlp_epsilon, head_epsilon, scaling, softcap; /* of the scores; 0 for none */
@@ -263,6 +263,14 @@ INLINE void store_head(const Model *m, const Layer *l, const Token *token, int64
 INLINE void rotate_and_store(Thread *t, const Model *m, const Layer *l, const Token *tokens, int64_t rows, int half) {
     const int64_t head_dim = l->head_dim, middle = l->rotated / 2, each = spread(l), Hq = l->num_q_heads;
     const int64_t rotated = Hq + (l->num_parts ? l->num_kv_heads : 0), num_heads = Hq + l->num_parts * l->num_kv_heads;
+    for (int keys = 0; l->norms_rows && keys < 2; keys++) {
+        const int64_t from = keys ? Hq * head_dim : 0, count = (keys ? l->num_kv_heads : Hq) * head_dim;
+        EACH(row, t, rows) {
+            float *x = m->qkv + row * l->qkv.outputs + from;
+            rms_norm(x, l->head_norm + from, l->head_epsilon, count, x, 0);
+        }
+    }
+    if (l->norms_rows) wait_for_all(t);
     EACH(item, t, rows * num_heads) {
         const int64_t row = item / num_heads, head = item % num_heads, gates = (each - 1) * Hq;
         float *x = m->qkv + row * l->qkv.outputs + (head < Hq ? head * each : head + gates) * head_dim;
@@ -273,7 +281,7 @@ INLINE void rotate_and_store(Thread *t, const Model *m, const Layer *l, const To
             rms_norm(x, l->head_norm + other * head_dim, l->head_epsilon, head_dim, value, 0);
             store_head(m, l, tokens + row, other - Hq, value, half);
         }
-        if (l->head_norm && (head < rotated || l->norms_values))
+        if (l->head_norm && !l->norms_rows && (head < rotated || l->norms_values))
             rms_norm(x, l->head_norm + head * head_dim, l->head_epsilon, head_dim, x, 0);
         if (head < rotated) {
             for (int64_t i = 0; i < middle; i += 16) {

@@ -24,7 +24,7 @@ from ..kv.kv_cache import Pool
 from ..packing import Computed, LayerGroup, Segment
 from .decoder import Decoder, Layer
 from .layer_inputs import CompiledInputs, compiled_input
-from .linear import Adaptable, Linear, known_product
+from .linear import Adaptable, known_product, known_products
 from .mixtures import Routed, router_of
 from .remembering import Remembering, slots_of
 
@@ -60,7 +60,7 @@ class _Layer(ctypes.Structure):
         *((name, _POINTER) for name in ("mixture", "delta", "convolution", "sinks", "pool")),
         *((name, _INT) for name in ("num_blocks", "window", "group", "has_gelu", "has_gates")),
         *((name, _INT) for name in ("num_q_heads", "num_kv_heads", "head_dim", "rotated")),
-        *((name, _INT) for name in ("num_parts", "norms_values")),
+        *((name, _INT) for name in ("num_parts", "norms_values", "norms_rows")),
         ("input", LayerInput),
         *((name, _FLOAT) for name in ("scalar", "epsilon", "mlp_epsilon", "head_epsilon", "scaling", "softcap")),
     ]
@@ -122,8 +122,8 @@ class CompiledDecoder:
         )
         wide = max(known_product(layer.qkv).outputs for layer in decoder.layers)
         found = max(known_product(layer.output).inputs for layer in decoder.layers)
-        inner = max((known_product(layer.down).inputs for layer in decoder.layers if layer.is_gated), default=0)
-        inner = max(inner, decoder.inputs.size if decoder.inputs is not None else 0)
+        gated = [known_product(layer.down).inputs for layer in decoder.layers if layer.is_gated]
+        inner = max((*gated, decoder.inputs.size if decoder.inputs is not None else 0))
         model.input, model.mixed, model.gated = (
             self._address(torch.zeros((MOST_ROWS, size), dtype=dtype)) for size in (embedding, found, inner)
         )
@@ -278,8 +278,9 @@ class CompiledDecoder:
         return chosen, shares
 
     def _fill(self, layer: Layer, routed: Routed | None, to: _Layer) -> None:
-        to.attention_norm, to.epsilon = self._numbers(layer.attention_norm.weight), layer.attention_norm.epsilon
-        to.mlp_norm, to.mlp_epsilon = self._numbers(layer.mlp_norm.weight), layer.mlp_norm.epsilon
+        to.attention_norm, to.mlp_norm = (self._numbers(norm.weight) for norm in (layer.attention_norm, layer.mlp_norm))
+        to.epsilon = (layer.attention_after or layer.attention_norm).epsilon
+        to.mlp_epsilon = (layer.mlp_after or layer.mlp_norm).epsilon
         if layer.head_norm is not None:
             values = [torch.ones_like(layer.head_norm[:1])] * layer.num_kv_heads if layer.norms_values else []
             to.head_norm = self._numbers(torch.cat([layer.head_norm, *values]))
@@ -290,8 +291,8 @@ class CompiledDecoder:
         to.has_gelu, to.has_gates = layer.has_gelu, layer.has_gates
         to.qkv, to.output = known_product(layer.qkv), known_product(layer.output)
         to.num_q_heads, to.num_kv_heads, to.head_dim = layer.num_q_heads, layer.num_kv_heads, layer.head_dim
-        to.num_parts, to.norms_values = layer.num_parts, layer.norms_values
-        to.rotated, to.scalar = self._decoder.rotated[layer.kind], layer.scalar
+        to.num_parts, to.norms_values, to.norms_rows = layer.num_parts, layer.norms_values, layer.norms_rows
+        to.rotated, to.scalar = self._decoder.rotated[layer.kind] if layer.rotates else 0, layer.scalar
         to.input = compiled_input(layer, self._address)
         if layer.state is None:
             self._attending.append((layer.number, to))
@@ -343,8 +344,3 @@ class CompiledDecoder:
     def _address(self, tensor: Tensor) -> int:
         self._tensors.append(tensor)
         return tensor.data_ptr()
-
-
-def known_products(linears: Sequence[Linear]) -> list[Product]:
-    """Those of them that have one."""
-    return [linear.product for linear in linears if linear.product is not None]

@@ -25,8 +25,20 @@ from ..state.step import StateStep
 from .heads import Angles, Attention, attend
 from .layer_inputs import PerLayerInputs
 from .linear import Linear, MakeLinear
-from .norm import Norm
-from .structure import BODY, GELU, INPUTS, children, epsilon_of, has_gates, is_plain, part, scale_of
+from .norm import NoNorm, Norm
+from .structure import (
+    BODY,
+    GELU,
+    INPUTS,
+    children,
+    epsilon_of,
+    has_gates,
+    is_plain,
+    norms_rows,
+    part,
+    rotates,
+    scale_of,
+)
 
 Rotations = Mapping[str | None, Angles]
 """The angles of each kind of layer."""
@@ -35,8 +47,10 @@ Rotations = Mapping[str | None, Angles]
 class Layer:
     """One layer's weights. `head_norm` [Hq + H, 1, D] if queries and keys are normalised head by head.
 
-    Values are normalised, too, where `norms_values`. With `num_parts` 1 there is no product for them: they are the keys
-    before their norm and rotation; with 0 keys and values are those of the earlier layer of the same number.
+    With `norms_rows` the mean square is that of all queries, and of all keys, together. A layer that does not `rotate`
+    knows no positions. Values are normalised, too, where `norms_values`. With `num_parts` 1 there is no product for
+    them: they are the keys before their norm and rotation; with 0 keys and values are those of the earlier layer of the
+    same number.
 
     A layer with a `mixture`, the model's module, has `gate`, `up` and `down` only if there is an expert that all tokens
     share, whose weight is the sigmoid of `share`. Gemma's have norms of what attention and the last product add, and
@@ -61,7 +75,8 @@ class Layer:
     mlp_after: Norm | None = None
     head_norm: Tensor | None = None
     epsilon = 0.0
-    has_gelu = has_gates = norms_values = False
+    has_gelu = has_gates = norms_values = norms_rows = False
+    rotates = True
     num_q_heads = num_kv_heads = head_dim = 0
     num_parts = 2  # keys, values
     input_gate: Linear
@@ -73,14 +88,11 @@ class Layer:
         mlp, self.kind = part(module, "mlp"), kind
         storing = [layer for layer in before if layer.state is None and layer.num_parts]
         self.index, self.number = len(before), len(storing)  # among all layers; of its keys and values
-        self.attention_norm = Norm(part(module, "input_layernorm"))
-        if hasattr(module, "pre_feedforward_layernorm"):
-            self.attention_after, self.mlp_after = (
-                Norm(one) for one in (module.post_attention_layernorm, module.post_feedforward_layernorm)
-            )
-            self.mlp_norm = Norm(module.pre_feedforward_layernorm)
-        else:
-            self.mlp_norm = Norm(part(module, "post_attention_layernorm"))
+        first, second = part(module, "input_layernorm"), part(module, "post_attention_layernorm")
+        if hasattr(module, "post_feedforward_layernorm"):  # the second one is behind attention, too
+            self.attention_after, self.mlp_after = Norm(second), Norm(module.post_feedforward_layernorm)
+            second = getattr(module, "pre_feedforward_layernorm", None)
+        self.attention_norm, self.mlp_norm = (NoNorm() if one is None else Norm(one) for one in (first, second))
         self.is_delta_net = hasattr(module, "linear_attn")
         self.state: StateLayer | None = None
         if self.is_delta_net:
@@ -132,8 +144,12 @@ class Layer:
         norms = [part(attention, name) for name in ("q_norm", "k_norm")]
         if norms[0] is not None:
             query, key = map(scale_of, norms)
-            self.head_norm = torch.stack([query] * self.num_q_heads + [key] * self.num_kv_heads)[:, None]
+            self.norms_rows = norms_rows(attention)
+            if not self.norms_rows:
+                query, key = query.repeat(self.num_q_heads), key.repeat(self.num_kv_heads)
+            self.head_norm = torch.cat((query, key)).view(-1, 1, self.head_dim)
             self.epsilon = epsilon_of(norms[0])
+        self.rotates = rotates(attention)
         self.norms_values = hasattr(attention, "v_norm")
         parts = [one for name in ("q", "k", "v") if (one := getattr(attention, f"{name}_proj")) is not None]
         self.num_parts = len(parts) - 1

@@ -42,14 +42,24 @@ def attend(layer: Layer, h: Tensor, angles: Angles, attention: Attention) -> Ten
         values = heads[len(query_key) :]
         values.copy_(functional.rms_norm(values, (layer.head_dim,), None, layer.epsilon))
     if layer.head_norm is not None:
-        normed = functional.rms_norm(query_key, (layer.head_dim,), None, layer.epsilon) * layer.head_norm.to(h.dtype)
-        query_key = normed if angles.cosines.shape[-1] == layer.head_dim else query_key.copy_(normed)
-    _rotate(query_key, angles, heads)
+        normed = _normed(layer, query_key) * layer.head_norm.to(h.dtype)
+        is_whole = layer.rotates and angles.cosines.shape[-1] == layer.head_dim
+        query_key = normed if is_whole else query_key.copy_(normed)
+    if layer.rotates:
+        _rotate(query_key, angles, heads)
     if angles.scales is not None:
         heads[: layer.num_q_heads] *= angles.scales
     keys_values = heads[layer.num_q_heads :] if layer.num_parts else None
     found = attention(layer.number, heads[: layer.num_q_heads], keys_values)
     return found if gates is None else found * gates.transpose(0, 1).flatten(1).sigmoid()
+
+
+def _normed(layer: Layer, query_key: Tensor) -> Tensor:
+    """Queries and keys [Hq + H, T, D] over the root of their mean squares, head by head or all together."""
+    if not layer.norms_rows:
+        return functional.rms_norm(query_key, (layer.head_dim,), None, layer.epsilon)
+    rows = (part.transpose(0, 1) for part in (query_key[: layer.num_q_heads], query_key[layer.num_q_heads :]))
+    return torch.cat([functional.rms_norm(row, row.shape[1:], None, layer.epsilon).transpose(0, 1) for row in rows])
 
 
 def _rotate(query_key: Tensor, angles: Angles, heads: Tensor) -> None:

@@ -208,6 +208,11 @@ def known_product(linear: Linear) -> Product:
     return linear.product
 
 
+def known_products(linears: Sequence[Linear]) -> list[Product]:
+    """Those of them that have one."""
+    return [linear.product for linear in linears if linear.product is not None]
+
+
 class Applied(nn.Module):
     """A `Linear` as a module, for transformers' code."""
 

@@ -14,10 +14,9 @@ from .experts import PackedExperts
 from .linear import make_packed
 from .precision import in_float32
 
-_WITH_SIGMOIDS = {"Lfm2MoeTopKRouter"}
-"""The names of routers whose shares are sigmoids, with a bias for each expert that counts in the choice alone."""
-
-_LEAST = 1e-6  # what these add to the sum of a row's shares
+_WITH_SIGMOIDS = {"Lfm2MoeTopKRouter": ("expert_bias", 1e-6), "MiniMaxM2TopKRouter": ("e_score_correction_bias", 0.0)}
+"""The names of routers whose shares are sigmoids; what their mixture calls a number for each expert that counts in the
+choice alone, and what they add to the sum of a row's shares."""
 
 
 class Routed:
@@ -32,11 +31,13 @@ class Routed:
         self._router = make_packed(weight, None if bias is None else bias.detach(), kernels)
         self._given: tuple[Tensor | None, ...] = ()  # what the router is called with besides
         self.choosing = Choosing(self.used, bool(getattr(self.gate, "norm_topk_prob", True)))  # others' always are
-        if type(self.gate).__name__ in _WITH_SIGMOIDS:
-            preferences = module.expert_bias.detach().float().contiguous() if self.gate.use_expert_bias else None
+        if (kind := type(self.gate).__name__) in _WITH_SIGMOIDS:
+            name, least = _WITH_SIGMOIDS[kind]
+            own: Tensor | None = getattr(module, name, None)
+            preferences = None if own is None else own.detach().float().contiguous()
             self._given = (preferences,)
-            scale = float(self.gate.routed_scaling_factor)
-            self.choosing = Choosing(self.used, self.choosing.is_normed, True, preferences, scale, _LEAST)
+            scale = float(getattr(self.gate, "routed_scaling_factor", 1))
+            self.choosing = Choosing(self.used, self.choosing.is_normed, True, preferences, scale, least)
         router: Product | None = self._router.product
         assert router is not None
         self.mixture: Mixture = self.experts.mixture(router, self.choosing)

@@ -24,3 +24,13 @@ class Norm:
             return functional.rms_norm(x, (size,), weight, self.epsilon)
         both = torch.cat((x, -x), dim=-1)
         return (functional.layer_norm(both, (2 * size,), None, None, self.epsilon)[..., :size] * weight).to(x.dtype)
+
+
+class NoNorm(Norm):
+    """In the place of one, where a layer has none."""
+
+    def __init__(self) -> None:
+        self.weight, self.epsilon = torch.empty(0), 0.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x

@@ -21,10 +21,10 @@ from ..attention import MatmulAttention, Rules
 from ..kv.kv_cache import LayerSpec
 from ..packing import LayerGroup, PackedStep, Segment, pack
 from ..state.probes import moved, slots_of
-from .compiled_decoder import CompiledDecoder, known_products
+from .compiled_decoder import CompiledDecoder
 from .decoder import Decoder, advance
 from .heads import Attention
-from .linear import Unfused
+from .linear import Unfused, known_products
 from .mixtures import Routed
 
 _NUMBERS = 1 << 20  # of a weight that are converted to float32 at a time, so that they stay in the cache

@@ -29,6 +29,7 @@ INPUTS = {"embed_tokens_per_layer", "per_layer_model_projection", "per_layer_pro
 """What the body of a model has besides whose layers get inputs of their own."""
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _AROUND = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}  # and another meaning of the one above
+_BEHIND = {"self_attn", "mlp", "post_attention_layernorm", "post_feedforward_layernorm"}  # norms of what is added
 _LAYER_INPUT = {"per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm", "act_fn"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
@@ -64,8 +65,24 @@ def has_gates(attention: Any) -> bool:
     return bool(attention.q_proj.out_features == 2 * part(attention, "o_proj").in_features)
 
 
+def norms_rows(attention: Any) -> bool:
+    """Whether queries are normalised together, and not head by head; so are the keys."""
+    norm = part(attention, "q_norm")
+    return norm is not None and len(norm.weight) == part(attention, "o_proj").in_features != attention.head_dim
+
+
+def rotates(attention: Any) -> bool:
+    """Whether queries and keys are rotated: some layers know no positions."""
+    if type(attention).__name__ == "Exaone4Attention":
+        return attention.sliding_window is None or bool(attention.is_sliding)
+    return bool(getattr(attention, "use_rope", True))
+
+
 def is_plain(layer: Any) -> bool:
     own = children(layer)
+    if own == _BEHIND and _is_on_cpu(layer) and _is_gated(layer.mlp):
+        norms = [layer.post_attention_layernorm, layer.post_feedforward_layernorm]
+        return all(map(_is_norm, norms)) and _attends_plainly(layer.self_attn)
     if not {"mlp", "input_layernorm", "post_attention_layernorm"} <= own:
         return False
     mlp = part(layer, "mlp")
@@ -102,9 +119,12 @@ def _attends_plainly(attention: Any) -> bool:
             return False
     elif own not in (_ATTENTION, _ATTENTION | _HEAD_NORMS):  # latent attention, for example
         return False
-    norms = [part(attention, name) for name in own & _HEAD_NORMS]
-    fits = all(_is_norm(norm) and len(norm.weight) == attention.head_dim for norm in norms)
-    return fits and (not has_gates(attention) or _is_on_cpu(attention))
+    is_wide = norms_rows(attention)
+    for name in own & _HEAD_NORMS:
+        size = part(attention, f"{name[0]}_proj").out_features if is_wide else attention.head_dim
+        if not _is_norm(norm := part(attention, name)) or len(norm.weight) != size:
+            return False
+    return not (is_wide or has_gates(attention) or not rotates(attention)) or _is_on_cpu(attention)
 
 
 def _is_delta_net(module: Any) -> bool:

@@ -26,7 +26,16 @@ from penstock.engine.sizing import footprint
 from penstock.schemas.errors import ModelLoadError
 
 FOLDER = Path(__file__).parent / "samples"
-COMPILED = ("gemma4", "lfm2", "lfm2_moe", "ministral3", "seed_oss")  # with levels and without
+COMPILED = (
+    "exaone4",
+    "gemma4",
+    "lfm2",
+    "lfm2_moe",
+    "minimax_m2",
+    "ministral3",
+    "olmo3",
+    "seed_oss",
+)  # with levels and without
 
 
 def sample(name: str) -> Gguf:

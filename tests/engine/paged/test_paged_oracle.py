@@ -183,7 +183,11 @@ def test_a_batch_equals_the_oracle(shape: str, start: StartEngine, oracle: Oracl
 
 
 @pytest.mark.parametrize(
-    "shape", ["llama", "gemma4_text", "ministral3", "mistral", "qwen2", "qwen3", "qwen3_5_text", "lfm2", "lfm2_moe"]
+    "shape",
+    [
+        *("llama", "gemma4_text", "ministral3", "mistral", "olmo2", "qwen2", "qwen3", "qwen3_5_text"),
+        *("lfm2", "lfm2_moe", "smollm3"),
+    ],
 )
 def test_without_kernels_a_batch_equals_the_oracle(shape: str, start: StartEngine, oracle: Oracle) -> None:
     """What is compiled computes these shapes' steps everywhere else in this file."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -20,11 +21,13 @@ from transformers import (
     Lfm2MoeConfig,
     LlamaConfig,
     MixtralConfig,
+    Olmo3Config,
     Qwen2MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 from penstock.engine.cpu import variants
@@ -65,6 +68,12 @@ def make_model(dtype: torch.dtype = torch.bfloat16, spread: float = 0.02, kind: 
         shape |= {"layer_types": ["conv", "conv", "full_attention"] * 2}
     if kind is Lfm2MoeConfig:
         shape |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "routed_scaling_factor": 1.5}
+    if kind in (
+        Olmo3Config,
+        Exaone4Config,
+        SmolLM3Config,
+    ):  # the second and the third have a layer that does not rotate
+        shape |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     if kind is Gemma4TextConfig:  # the layers 1 and 5 attend to all; 4 and 5 have no keys; those of 1 are values, too
         shape |= {
             "layer_types": [*["sliding_attention", "full_attention"], *["sliding_attention"] * 3, "full_attention"]
@@ -100,6 +109,7 @@ def run(model: Any, offered: Kernels | None, method: str | None = None) -> Runne
         *(LlamaConfig, MixtralConfig, Qwen3MoeConfig, GptOssConfig),
         *(GemmaConfig, Gemma2Config, Gemma3TextConfig, Gemma4TextConfig, Qwen3_5TextConfig),
         *(Qwen3_5MoeTextConfig, Qwen2MoeConfig, Lfm2Config, Lfm2MoeConfig),
+        *(Olmo3Config, Exaone4Config, SmolLM3Config),
     ],
 )
 def test_a_model_that_makes_roundings_larger_is_compiled(kind: Any, method: str | None) -> None:
@@ -267,6 +277,44 @@ def test_tokens_without_inputs_for_the_layers_are_not_compiled() -> None:
     table.weight = nn.Parameter(table.weight[:-1], requires_grad=False)
     made = run(model, load_kernels())
     assert made._compiled is None and "does not support the shapes" in made.uncompiled
+
+
+def normalise_heads_apart(decoder: CompiledDecoder) -> None:
+    decoder._layers[3].norms_rows = False
+
+
+def lose_norm_of_attention(decoder: CompiledDecoder) -> None:
+    decoder._layers[3].attention_after = None
+
+
+def normalise_before(decoder: CompiledDecoder) -> None:
+    decoder._layers[3].mlp_norm = decoder._layers[3].mlp_after
+
+
+def rotate_all(decoder: CompiledDecoder) -> None:
+    decoder._layers[3].rotated = decoder._layers[2].rotated
+
+
+@compiled
+@pytest.mark.parametrize(
+    "break_, kind",
+    [
+        (normalise_heads_apart, Olmo3Config),
+        (lose_norm_of_attention, Olmo3Config),
+        (normalise_before, Olmo3Config),
+        (lose_norm_of_attention, Exaone4Config),
+        (rotate_all, Exaone4Config),
+        (rotate_all, SmolLM3Config),
+    ],
+    ids=lambda one: getattr(one, "__name__", None),
+)
+def test_what_is_wrong_in_a_layer_with_norms_behind_it_or_without_positions_is_refused_and_named(
+    break_: Callable[[CompiledDecoder], None], kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaking(break_, monkeypatch)
+    made = run(make_model(spread=0.2, kind=kind), load_kernels())
+    assert made._compiled is None
+    assert "from float32 in layer 3, more than" in made.uncompiled
 
 
 def take_other_inputs(decoder: CompiledDecoder) -> None:
