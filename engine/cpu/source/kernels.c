@@ -25,6 +25,12 @@ typedef struct {
 /* The parts of a layer; `qkv` has three. A delta net has one, and others behind it; a short convolution has one. */
 enum { QKV, GATES, RATES, DECAYS, OUTPUT, GATE, UP, DOWN, SHARE, INPUT_GATE, INPUT_PROJECTION, NUM_PARTS };
 
+/* The norms [E] of a mixture beside a layer's own product: of its router's inputs and its own, and of what both make. */
+typedef struct {
+    const float *router_norm, *norm, *after, *product_after;
+    float epsilon;
+} Beside;
+
 typedef struct {
     const float *attention_norm, *mlp_norm; /* [E] or NULL */
     const float *head_norm;                 /* [Hq + H, D], or [Hq + 2 H, D] if `norms_values`; or NULL */
@@ -34,6 +40,7 @@ typedef struct {
     Product qkv, output, gate, up, down;    /* the last three are all zeros if there are only experts to choose */
     Product share;                          /* [1, E], of an expert beside the mixture; all zeros without */
     const Mixture *mixture;                 /* or NULL */
+    const Beside *beside;                   /* of a mixture beside the layer's own product, or NULL */
     const Delta *delta;                     /* in the place of attention, or NULL; `qkv` is [C, E] */
     const Convolution *convolution;         /* a gated one in the place of attention, or NULL; `qkv` is [3 C, E] */
     const float *sinks;                     /* [Hq], scores that join each softmax, or NULL */
@@ -65,6 +72,7 @@ typedef struct {
     const Room *room;            /* of any mixture, or NULL */
     float *low;                  /* [R, 3, most_rank]: scale * x A of the adapters */
     float *after;                /* [R, E]: what is to be normalised and added to the stream */
+    float *beside;               /* [R, E]: what a mixture beside the layer's own product makes */
     const LayerInputs *layer_inputs; /* or NULL */
     int64_t most_rank;           /* a multiple of 16 */
     float epsilon, scale, softcap; /* `scale` of the embeddings; `softcap` of the logits, 0 for none */
@@ -607,6 +615,33 @@ INLINE void add_input(Thread *t, const Model *m, const Layer *l, Adapters *own, 
     added(t, m, projection, own, INPUT_PROJECTION, m->gated, &gated, rows, l->input.norm, l->input.epsilon, half);
 }
 
+/* Choose each row's experts, by what is in `input`. */
+INLINE void route(Thread *t, const Model *m, const Layer *l, int64_t rows, int half) {
+    const Product *router = &l->mixture->router;
+    (half ? product_bf16 : product_f32)(t, router, m->input, NULL, rows, m->room->routes, STORE, NULL, NULL);
+    wait_for_all(t);
+    EACH(r, t, rows) choose_experts(l->mixture, r, m->room);
+    wait_for_all(t);
+}
+
+/* Add what the layer's own product made, which is in `after`, and what its experts make of the same stream. */
+INLINE void mix_beside(Thread *t, const Model *m, const Layer *l, int64_t rows, int half) {
+    const Beside *b = l->beside;
+    const int64_t E = m->embedding;
+    norms(t, m, b->router_norm, b->epsilon, NULL, rows, 0, NULL, half);
+    route(t, m, l, rows, half);
+    EACH(r, t, rows) memset(m->beside + r * E, 0, E * sizeof(float));
+    norms(t, m, b->norm, b->epsilon, NULL, rows, 0, NULL, half);
+    (half ? mix_bf16 : mix_f32)(t, l->mixture, m->input, rows, m->room, m->beside);
+    EACH(r, t, rows) {
+        float *sum = m->after + r * E;
+        rms_norm(sum, b->product_after, b->epsilon, E, sum, 0);
+        add_norm(m->beside + r * E, b->after, b->epsilon, E, sum);
+        add_norm(sum, l->mlp_after, l->mlp_epsilon, E, m->stream + r * E);
+    }
+    wait_for_all(t);
+}
+
 /* What follows the last product of a layer. */
 INLINE void end_layer(Thread *t, const Model *m, const Layer *l, Adapters *own, int64_t rows, int half) {
     const int64_t E = m->embedding;
@@ -645,13 +680,8 @@ INLINE void forward(Thread *t, const Step *s, int half) {
         const int to_levels =
             takes_levels(&l->gate, half) || takes_levels(&l->up, half) || takes_levels(&l->share, half);
         norms(t, m, l->mlp_norm, l->mlp_epsilon, NULL, rows, to_levels, &in, half);
-        if (l->mixture) {
-            const Product *router = &l->mixture->router;
-            float *routes = m->room->routes;
-            (half ? product_bf16 : product_f32)(t, router, m->input, NULL, rows, routes, STORE, NULL, NULL);
-            wait_for_all(t);
-            EACH(r, t, rows) choose_experts(l->mixture, r, m->room);
-            wait_for_all(t);
+        if (l->mixture && !l->beside) {
+            route(t, m, l, rows, half);
             (half ? mix_bf16 : mix_f32)(t, l->mixture, m->input, rows, m->room, m->stream);
             if (!l->share.inputs) continue;
             adapted(t, &l->share, &own, SHARE, 1, m->input, &in, rows, m->shares, STORE, NULL, half);
@@ -667,6 +697,11 @@ INLINE void forward(Thread *t, const Step *s, int half) {
         if (l->mixture) {
             adapted(t, &l->down, &own, DOWN, 1, m->gated, &gated, rows, m->after, STORE, NULL, half);
             wait_for_all(t);
+            if (l->beside) {
+                mix_beside(t, m, l, rows, half);
+                end_layer(t, m, l, &own, rows, half);
+                continue;
+            }
             EACH(r, t, rows) add_share(m->after + r * E, m->shares[r], E, m->stream + r * E);
             wait_for_all(t);
             continue;

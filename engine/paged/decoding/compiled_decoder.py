@@ -22,10 +22,11 @@ from ...cpu.mixture import Room
 from ..attention import Rules
 from ..kv.kv_cache import Pool
 from ..packing import Computed, LayerGroup, Segment
+from .beside import Beside
 from .decoder import Decoder, Layer
 from .layer_inputs import CompiledInputs, compiled_input
 from .linear import Adaptable, known_product, known_products
-from .mixtures import Routed, router_of
+from .mixtures import Routed, used_of
 from .remembering import Remembering, slots_of
 
 _MOST_KEYS = 1024
@@ -57,7 +58,7 @@ class _Layer(ctypes.Structure):
         *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "head_norm")),
         *((name, _POINTER) for name in ("attention_after", "mlp_after", "cosines", "sines", "scales")),
         *((name, Product) for name in ("qkv", "output", "gate", "up", "down", "share")),
-        *((name, _POINTER) for name in ("mixture", "delta", "convolution", "sinks", "pool")),
+        *((name, _POINTER) for name in ("mixture", "beside", "delta", "convolution", "sinks", "pool")),
         *((name, _INT) for name in ("num_blocks", "window", "group", "has_gelu", "has_gates")),
         *((name, _INT) for name in ("num_q_heads", "num_kv_heads", "head_dim", "rotated")),
         *((name, _INT) for name in ("num_parts", "norms_values", "norms_rows")),
@@ -74,7 +75,7 @@ class _Model(ctypes.Structure):
         ("head", Product),
         *((name, _POINTER) for name in ("input", "mixed", "gated", "stream", "qkv", "gates")),
         *((name, _POINTER) for name in ("convolved", "rates", "decays", "shares")),
-        *((name, _POINTER) for name in ("levels", "room", "low", "after", "layer_inputs")),
+        *((name, _POINTER) for name in ("levels", "room", "low", "after", "beside", "layer_inputs")),
         ("most_rank", _INT),
         *((name, _FLOAT) for name in ("epsilon", "scale", "softcap")),
     ]
@@ -87,6 +88,7 @@ class CompiledDecoder:
         """One that `of` has found to fit."""
         self._decoder, self._kernels, self._dtype = decoder, kernels, dtype
         self._tensors: list[Tensor] = []  # kept alive: the structures hold their addresses
+        self._beside: list[Beside] = []  # of the layers that have it
         self._pools: Sequence[Pool] = ()
         self._context_length = context_length
         self._angles: dict[str | None, Tensor] = {}  # cosines and sines [2, P, D] of each kind; grown by `_reach`
@@ -98,7 +100,8 @@ class CompiledDecoder:
         self._logits = torch.empty((MOST_ROWS, head.outputs))  # reused: allocating would cost each step 0.1 ms
         self._rows = [self._logits[:count] for count in range(MOST_ROWS + 1)]
         self._parts: list[Part | None] = []  # by layer, so many each; None where no adapter can change anything
-        self.routed = [self._route(layer) for layer in decoder.layers]
+        mixtures = (layer.mixture for layer in decoder.layers)
+        self.routed = [None if one is None else Routed(one, dtype, kernels) for one in mixtures]
         self.remembering: list[Remembering] = []  # of the layers that keep running states
         self._states: Tensor | None = None  # the first memory of the first of these; set by `_attach_states`
         self._layers = (_Layer * len(decoder.layers))()
@@ -130,7 +133,8 @@ class CompiledDecoder:
         levels = max(product.room(MOST_ROWS) for product in self._products)
         model.levels = self._address(torch.zeros(levels, dtype=torch.uint8))
         self._stream = torch.zeros((MOST_ROWS, embedding))
-        model.stream, model.after = self._address(self._stream), self._address(torch.zeros_like(self._stream))
+        streams = (self._stream, torch.zeros_like(self._stream), torch.zeros_like(self._stream))
+        model.stream, model.after, model.beside = map(self._address, streams)
         model.qkv, model.gates = (self._address(torch.zeros((MOST_ROWS, size))) for size in (wide, max(inner, found)))
         model.shares = self._address(torch.zeros((MOST_ROWS, 1)))
         for delta in (one.delta for one in self.remembering[:1] if one.delta is not None):
@@ -164,7 +168,7 @@ class CompiledDecoder:
         mixtures = [layer.mixture for layer in decoder.layers if layer.mixture is not None]
         if not all(Routed.is_known(one, dtype, kernels) for one in mixtures):
             return None
-        mixed = {(router_of(one).top_k, one.experts.compiled.sizes) for one in mixtures}
+        mixed = {(used_of(one), one.experts.compiled.sizes) for one in mixtures}
         if max(len(states), len(mixed)) > 1:
             return None
         compiled = cls(decoder, kernels, dtype, context_length)
@@ -304,6 +308,9 @@ class CompiledDecoder:
                 to.delta = ctypes.addressof(own_state.delta)
         if routed is not None:
             to.mixture = routed.address
+        if layer.beside is not None:
+            self._beside.append(layer.beside.compiled(self._numbers))
+            to.beside = ctypes.addressof(self._beside[-1])
         if layer.has_share:
             to.share = known_product(layer.share)
         if layer.is_gated:
@@ -319,9 +326,6 @@ class CompiledDecoder:
         if self.remembering and self._states is not self.remembering[0].module.memory[0]:
             (self._model.num_slots,) = {one.attach() for one in self.remembering}
             self._states = self.remembering[0].module.memory[0]
-
-    def _route(self, layer: Layer) -> Routed | None:
-        return None if layer.mixture is None else Routed(layer.mixture, self._dtype, self._kernels)
 
     def _reach(self, end: int) -> None:
         """Compute the rotations of all positions below `end`.

@@ -22,6 +22,7 @@ from torch.nn import functional
 from ...vision.tower import Seen
 from ..state.layer import StateLayer
 from ..state.step import StateStep
+from .beside import MixtureBeside
 from .heads import Angles, Attention, attend
 from .layer_inputs import PerLayerInputs
 from .linear import Linear, MakeLinear
@@ -105,6 +106,8 @@ class Layer:
             self._share_attention(module.self_attn, make, [layer for layer in storing if layer.kind == kind][-1])
         self.mixture: Any = mlp if part(mlp, "gate_proj") is None else None
         gated = mlp if self.mixture is None else getattr(mlp, "shared_expert", None)
+        self.beside = MixtureBeside(module) if hasattr(module, "router") else None
+        self.mixture = self.mixture or self.beside
         self.is_gated, self.has_share = gated is not None, hasattr(mlp, "shared_expert")
         if gated is not None:
             self.gate, self.up, self.down = (make([part(gated, f"{name}_proj")]) for name in ("gate", "up", "down"))
@@ -307,6 +310,9 @@ def _compute(layer: Layer, x: Tensor, angles: Angles, attention: Attention, stat
     after = layer.attention_after
     x = layer.output.add(found, x) if after is None else x + after(layer.output(found))
     h = layer.mlp_norm(x)
+    if layer.beside is not None and layer.mlp_after is not None:
+        own = layer.down(layer.up.mul(h, functional.gelu(layer.gate(h), approximate="tanh")))
+        return x + layer.mlp_after(layer.beside.product_after(own) + layer.beside.after(_mix(layer, x)))
     if layer.mixture is not None:
         x = x + _mix(layer, h)
         if not layer.is_gated:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ...cpu.library import Kernels, Product
 from ...cpu.mixture import Choosing, Mixture
+from .beside import MixtureBeside
 from .experts import PackedExperts
 from .linear import make_packed
 from .precision import in_float32
@@ -26,8 +28,10 @@ class Routed:
         """`module` is the model's own, and `is_known`."""
         self.gate, self.packed = router_of(module), module.experts
         self.experts, self.kernels = self.packed.compiled, kernels
-        self.used: int = self.gate.top_k
-        weight, bias = self.gate.weight.detach().to(dtype), getattr(self.gate, "bias", None)
+        self.used = used_of(module)
+        self.prepare: Callable[[Tensor], Tensor] = module.norm if isinstance(module, MixtureBeside) else (lambda h: h)
+        routing = self.gate.proj if isinstance(module, MixtureBeside) else self.gate
+        weight, bias = routing.weight.detach().to(dtype), getattr(routing, "bias", None)
         self._router = make_packed(weight, None if bias is None else bias.detach(), kernels)
         self._given: tuple[Tensor | None, ...] = ()  # what the router is called with besides
         self.choosing = Choosing(self.used, bool(getattr(self.gate, "norm_topk_prob", True)))  # others' always are
@@ -38,6 +42,9 @@ class Routed:
             self._given = (preferences,)
             scale = float(getattr(self.gate, "routed_scaling_factor", 1))
             self.choosing = Choosing(self.used, self.choosing.is_normed, True, preferences, scale, least)
+        if isinstance(module, MixtureBeside):
+            factors = self.gate.per_expert_scale.detach().float().contiguous()
+            self.choosing = Choosing(self.used, True, factors=factors)
         router: Product | None = self._router.product
         assert router is not None
         self.mixture: Mixture = self.experts.mixture(router, self.choosing)
@@ -48,6 +55,8 @@ class Routed:
         gate, packed = router_of(module), module.experts
         if not isinstance(packed, PackedExperts) or packed.compiled is None or not packed.compiled.take(dtype):
             return False
+        if isinstance(module, MixtureBeside):
+            return bool(kernels.take(dtype, packed.compiled.sizes.outer))
         if not {name for name, _ in (*gate.named_parameters(), *gate.named_buffers())} <= {"weight", "bias"}:
             return False
         sizes = packed.compiled.sizes[:2]
@@ -66,6 +75,13 @@ class Routed:
     def address(self) -> int:
         """Where the kernels find it."""
         return ctypes.addressof(self.mixture)
+
+
+def used_of(module: Any) -> int:
+    """How many experts a row passes."""
+    gate = router_of(module)
+    used: int = gate.config.top_k_experts if isinstance(module, MixtureBeside) else gate.top_k
+    return used
 
 
 def router_of(module: Any) -> Any:

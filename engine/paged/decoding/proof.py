@@ -170,7 +170,7 @@ class Choice:
         is_tie = is_other & (last - least <= _CLOSE * routes[:count].std(-1))
         self.shares_of_all = right[:count][~is_tie], own[~is_tie]
         right[:count][is_tie] = own[is_tie]
-        mixed = torch.zeros_like(h)
+        mixed, h = torch.zeros_like(h), self._routed.prepare(h)
         for part, products in zip(right.T, self._routed.packed.pairs, strict=True):
             if len(visits := part.nonzero()[:, 0]):
                 inner, outer = (_Exact(known, dtype, self._routed.kernels) for known in known_products(products))

@@ -31,6 +31,8 @@ _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _AROUND = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}  # and another meaning of the one above
 _BEHIND = {"self_attn", "mlp", "post_attention_layernorm", "post_feedforward_layernorm"}  # norms of what is added
 _LAYER_INPUT = {"per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm", "act_fn"}
+_BESIDE = {"router", "experts", "pre_feedforward_layernorm_2"}
+_BESIDE |= {"post_feedforward_layernorm_1", "post_feedforward_layernorm_2"}  # a mixture beside the layer's own product
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _SHARING = {"q_proj", "o_proj", "q_norm"}  # of a layer that attends to an earlier one's keys and values
@@ -105,6 +107,9 @@ def is_plain(layer: Any) -> bool:
     if own >= _LAYER_INPUT and type(layer.act_fn).__name__ in GELU:
         norms.append(layer.post_per_layer_input_norm)
         own -= _LAYER_INPUT
+    if own == _LAYER | _AROUND | _BESIDE:
+        norms += [getattr(layer, name) for name in sorted(_BESIDE) if "layernorm" in name]
+        own -= _BESIDE
     around = _AROUND if own == _LAYER | _AROUND and _is_on_cpu(layer) and _is_gated(mlp) else set[str]()
     if own - around != _LAYER or not (_is_gated(mlp) or _is_mixture(mlp)):
         return False

@@ -45,7 +45,11 @@ from penstock.engine.paged.runner import Runner
 compiled = pytest.mark.skipif(not set(cpu_flags().split()) >= KERNEL_FLAGS, reason="the kernels need AVX2")
 
 
-def make_model(dtype: torch.dtype = torch.bfloat16, spread: float = 0.02, kind: Any = LlamaConfig) -> Any:
+BESIDE: dict[str, Any] = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 64}
+"""Of a Gemma 4 with experts beside each layer's own product."""
+
+
+def make_model(dtype: torch.dtype = torch.bfloat16, spread: float = 0.02, kind: Any = LlamaConfig, **more: Any) -> Any:
     """Random; with a large `spread` its layers make every rounding larger, as those of real models do."""
     torch.manual_seed(0)
     shape: dict[str, Any] = {
@@ -81,12 +85,14 @@ def make_model(dtype: torch.dtype = torch.bfloat16, spread: float = 0.02, kind: 
         shape |= {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
         shape |= {"hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 170, "num_kv_shared_layers": 2}
         shape |= {"use_double_wide_mlp": True, "final_logit_softcapping": 2.0}
-    config = kind(**shape, num_key_value_heads=2, num_hidden_layers=6, initializer_range=spread)
+    config = kind(**shape, **more, num_key_value_heads=2, num_hidden_layers=6, initializer_range=spread)
     make: Any = AutoModelForCausalLM.from_config
     model = make(config, attn_implementation=ATTENTION, dtype=dtype).eval()
     for name, parameter in model.named_parameters():
         if "norm" in name:
             nn.init.uniform_(parameter, 0.5, 1.5)
+        elif name.endswith(("router.scale", "per_expert_scale")):
+            nn.init.uniform_(parameter, 0.5, 2)
         elif "experts" in name or "sinks" in name or ".router." in name or name.endswith("gate.weight"):
             nn.init.normal_(parameter, std=spread)
     for name, buffer in model.named_buffers():
@@ -115,6 +121,13 @@ def run(model: Any, offered: Kernels | None, method: str | None = None) -> Runne
 def test_a_model_that_makes_roundings_larger_is_compiled(kind: Any, method: str | None) -> None:
     spread = 0.3 if kind in (GptOssConfig, GemmaConfig) else 0.6  # those gates enlarge more
     made = run(make_model(spread=spread, kind=kind), load_kernels(), method)
+    assert made.uncompiled == "" and made._compiled is not None
+
+
+@compiled
+@pytest.mark.parametrize("method", [None, "int8", "int4"])
+def test_a_gemma_4_with_experts_is_compiled(method: str | None) -> None:
+    made = run(make_model(spread=0.6, kind=Gemma4TextConfig, **BESIDE), load_kernels(), method)
     assert made.uncompiled == "" and made._compiled is not None
 
 
@@ -266,6 +279,40 @@ def test_what_is_wrong_in_a_layer_like_gemma_4s_is_refused_and_named(
 ) -> None:
     breaking(break_, monkeypatch)
     made = run(make_model(spread=0.2, kind=Gemma4TextConfig), load_kernels(), method)
+    assert made._compiled is None
+    assert f"from float32 in {part}, more than" in made.uncompiled
+
+
+def forget_factors(decoder: CompiledDecoder) -> None:
+    routed(decoder, 3).mixture.factors = None
+
+
+def take_another_gate_in_experts(decoder: CompiledDecoder) -> None:
+    routed(decoder, 3).mixture.has_gelu = False
+
+
+def exchange_norms(one: str, other: str) -> Callable[[CompiledDecoder], None]:
+    return lambda decoder: setattr(decoder._beside[3], one, getattr(decoder._beside[3], other))
+
+
+@compiled
+@pytest.mark.parametrize(
+    "break_, part",
+    [
+        (forget_factors, "the choice of experts in layer 3"),
+        (exchange_norms("router_norm", "norm"), "the choice of experts in layer 3"),
+        (take_another_gate_in_experts, "layer 3"),
+        (exchange_norms("norm", "after"), "layer 3"),
+        (exchange_norms("after", "product_after"), "layer 3"),
+        (exchange_norms("product_after", "after"), "layer 3"),
+    ],
+    ids=lambda one: getattr(one, "__name__", None),
+)
+def test_what_is_wrong_in_experts_beside_a_product_is_refused_and_named(
+    break_: Callable[[CompiledDecoder], None], part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaking(break_, monkeypatch)
+    made = run(make_model(spread=0.2, kind=Gemma4TextConfig, **BESIDE), load_kernels())
     assert made._compiled is None
     assert f"from float32 in {part}, more than" in made.uncompiled
 
