@@ -18,6 +18,7 @@ from ...adapters.loaded import LowRank
 from ...adapters.low_rank import Part
 from ...cpu.layer_inputs import LayerInput
 from ...cpu.library import MOST_ROWS, PLAIN, Kernels, Product
+from ...cpu.low_rank import LowRankAddition
 from ...cpu.mixture import Room
 from ..attention import Rules
 from ..kv.kv_cache import Pool
@@ -43,14 +44,6 @@ _PARTS |= {"share": 8, "input_gate": 9, "input_projection": 10}
 _NUM_PARTS = 11  # of a layer that adapters may change, as in the source: those of `qkv` are up to three
 
 _INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
-
-
-class _LowRank(ctypes.Structure):
-    _fields_: ClassVar = [
-        *((name, _POINTER) for name in ("a", "b")),
-        *((name, _INT) for name in ("rank", "start", "end")),
-        ("scale", _FLOAT),
-    ]
 
 
 class _Layer(ctypes.Structure):
@@ -89,6 +82,7 @@ class CompiledDecoder:
         self._decoder, self._kernels, self._dtype = decoder, kernels, dtype
         self._tensors: list[Tensor] = []  # kept alive: the structures hold their addresses
         self._beside: list[Beside] = []  # of the layers that have it
+        self._replaced = decoder.replaced
         self._pools: Sequence[Pool] = ()
         self._context_length = context_length
         self._angles: dict[str | None, Tensor] = {}  # cosines and sines [2, P, D] of each kind; grown by `_reach`
@@ -133,10 +127,10 @@ class CompiledDecoder:
         levels = max(product.room(MOST_ROWS) for product in self._products)
         model.levels = self._address(torch.zeros(levels, dtype=torch.uint8))
         self._stream = torch.zeros((MOST_ROWS, embedding))
-        streams = (self._stream, torch.zeros_like(self._stream), torch.zeros_like(self._stream))
-        model.stream, model.after, model.beside = map(self._address, streams)
-        model.qkv, model.gates = (self._address(torch.zeros((MOST_ROWS, size))) for size in (wide, max(inner, found)))
-        model.shares = self._address(torch.zeros((MOST_ROWS, 1)))
+        model.stream = self._address(self._stream)
+        model.after, model.beside, model.qkv, model.gates, model.shares = (
+            self._address(torch.zeros((MOST_ROWS, size))) for size in (embedding, embedding, wide, max(inner, found), 1)
+        )
         for delta in (one.delta for one in self.remembering[:1] if one.delta is not None):
             sizes = delta.convolution.num_channels, delta.num_values, delta.num_values
             model.convolved, model.rates, model.decays = (
@@ -193,12 +187,12 @@ class CompiledDecoder:
             layer.pool, layer.group, layer.num_blocks = pool.memory.data_ptr(), index, groups[index].num_blocks
             layer.window = groups[index].window or 1 << 62
 
-    def table(self, pairs: Mapping[str, LowRank]) -> ctypes.Array[_LowRank]:
+    def table(self, pairs: Mapping[str, LowRank]) -> ctypes.Array[LowRankAddition]:
         """What an adapter adds to each layer, as the kernels read it; valid as long as `pairs` exist.
 
         The columns of every `a` must be a multiple of `RANK_UNIT`.
         """
-        table = (_LowRank * len(self._parts))()
+        table = (LowRankAddition * len(self._parts))()
         for part, to in zip(self._parts, table, strict=True):
             if part is None:
                 continue
@@ -233,12 +227,14 @@ class CompiledDecoder:
         order: Sequence[int] = range(len(segments))
         if any(segment.adapter for segment in segments):  # rows of one adapter are computed together if adjacent
             order = sorted(order, key=lambda index: id(segments[index].adapter))
+        replaced = self._replaced
         for index in order:
             ids, start, tables, samples, _, adapter, state, shift, *_ = segments[index]
             address = ctypes.addressof(adapter.compiled) if adapter else 0
             source, targets = slots_of(state, len(ids), self._model.num_slots)
             numbers.extend((len(ids), start, samples, len(tables[0]), address, shift, source, len(targets) // 2))
-            numbers.extend(ids if chosen is None else [id if id >= 0 else max(known[~id], 0) for id in ids])
+            ids = ids if chosen is None else [id if id >= 0 else max(known[~id], 0) for id in ids]
+            numbers.extend([replaced.get(id, id) for id in ids] if replaced else ids)
             for table in tables:
                 numbers.extend(table)
             numbers.extend(targets)
@@ -261,6 +257,7 @@ class CompiledDecoder:
         """
         model, embeddings = self._model, inputs.to(self._dtype).contiguous()
         before = model.embeddings, model.vocabulary, model.layers, model.num_layers, model.scale
+        self._replaced = {}  # numbers of inputs are no tokens
         ids = iter(range(len(inputs)))
         numbered = [segment._replace(tokens=[next(ids) for _ in segment.tokens]) for segment in segments]
         model.embeddings, model.vocabulary, model.num_layers = embeddings.data_ptr(), len(inputs), len(layers)
@@ -272,6 +269,7 @@ class CompiledDecoder:
             return self(numbered).logits.clone(), self._stream[: len(inputs)].clone()
         finally:
             model.embeddings, model.vocabulary, model.layers, model.num_layers, model.scale = before
+            self._replaced = self._decoder.replaced
             if self.inputs is not None:
                 self.inputs.give(None)
 

@@ -31,12 +31,14 @@ from .structure import (
     BODY,
     GELU,
     INPUTS,
+    body_of,
     children,
     epsilon_of,
     has_gates,
     is_plain,
     norms_rows,
     part,
+    replaced,
     rotates,
     scale_of,
 )
@@ -183,7 +185,8 @@ class Decoder:
 
     def __init__(self, model: Any, make: MakeLinear, dtype: torch.dtype) -> None:
         """`dtype` is that of the activations."""
-        body = model.model
+        body = body_of(model)
+        self.replaced = replaced(model)
         self._dtype = dtype
         self._through: Callable[..., Tensor] = through
         scale = getattr(body.embed_tokens, "embed_scale", None)
@@ -214,7 +217,7 @@ class Decoder:
     @classmethod
     def of(cls, model: Any, make: MakeLinear, dtype: torch.dtype) -> Self | None:
         """Take over the weights of a transformers model; None if its modules do not have the plain structure."""
-        body = getattr(model, "model", None)
+        body = body_of(model)
         if body is None or children(model) != {"model", "lm_head"} or children(body) not in (BODY, BODY | INPUTS):
             return None
         return cls(model, make, dtype) if all(map(is_plain, body.layers)) else None
@@ -235,15 +238,21 @@ class Decoder:
         x = self.embed(ids)
         if seen is not None:
             x = x.index_copy(0, seen.rows, seen.features.to(self._dtype))
-        given = () if self.inputs is None else (self.inputs(ids, x),)
+        given = () if self.inputs is None else (self.inputs(self.read(ids), x),)
         x = self._through(self.layers, x, self.angles(positions, self._dtype), attention, seen, states, *given)
         logits = self.head(self.norm(x[keep]))
         return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
 
     def embed(self, ids: Tensor) -> Tensor:
         """The residual stream before the first layer: [T] → [T, E]."""
-        x = functional.embedding(ids, self.embedding).to(self._dtype)
+        x = functional.embedding(self.read(ids), self.embedding).to(self._dtype)
         return x if self.scale is None else x * self.scale
+
+    def read(self, ids: Tensor) -> Tensor:
+        """The tokens that the model reads."""
+        for id, other in self.replaced.items():
+            ids = ids.where(ids != id, other)
+        return ids
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> Rotations:
         """The rotations at `positions` [T], or [3, T] in three dimensions, rounded to `dtype`."""

@@ -212,7 +212,7 @@ class _Reference:
             return None
         own: Any = copy(self._decoder.inputs)
         own.projection = self._exact(own.projection.product)
-        made: Tensor = own(ids, x)
+        made: Tensor = own(self._decoder.read(ids), x)
         return made
 
     def advance(

@@ -45,8 +45,24 @@ OFFSET = {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3_5RMSNorm", "Q
 """The names of norms whose weights are to be added to 1."""
 WIDE = OFFSET | {"Gemma4RMSNorm"}
 """The names of norms that multiply in float32."""
+_SEEING = {"Gemma4Model"}
+"""The names of bodies with a language model that computes text as it does alone."""
 _MIXTURES = {"gate", "experts"}, {"router", "experts"}
 _SHARED = {"gate", "experts", "shared_expert", "shared_expert_gate"}
+
+
+def body_of(model: Any) -> Any:
+    """What of a model has the layers of text; None where it is built otherwise."""
+    body = getattr(model, "model", None)
+    return body.language_model if type(body).__name__ in _SEEING else body
+
+
+def replaced(model: Any) -> dict[int, int]:
+    """Tokens that stand for what a text has not, and those that take their place in the model."""
+    if type(model.model).__name__ not in _SEEING:
+        return {}
+    ids = (getattr(model.config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
+    return dict.fromkeys((id for id in ids if id is not None), model.config.text_config.pad_token_id)
 
 
 def scale_of(norm: Any) -> Tensor:

@@ -306,6 +306,32 @@ def test_logprobs_are_the_oracles(shape: str, start: StartEngine, oracle: Oracle
         assert top == pytest.approx(raw.topk(2).values.flatten().tolist(), abs=far)
 
 
+def test_a_gemma_4_that_sees_says_what_transformers_says_of_text(
+    model_directory: Callable[[str], Path], tmp_path: Path, config_of: Callable[..., EngineConfig]
+) -> None:
+    """As published ones do; a token that stands for a part of an image is another one in a text."""
+    from transformers import AutoModelForCausalLM, Gemma4Config, Gemma4ForConditionalGeneration
+
+    text = AutoModelForCausalLM.from_pretrained(model_directory("gemma4_text"), dtype="float32")
+    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    tower |= {"num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 64}
+    tokens = {"image_token_id": 9, "video_token_id": None, "audio_token_id": 10, "tie_word_embeddings": False}
+    config = Gemma4Config(text_config=text.config.to_dict(), vision_config=tower, audio_config=None, **tokens)
+    torch.manual_seed(0)
+    model: Any = Gemma4ForConditionalGeneration(config)
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    directory = shutil.copytree(model_directory("gemma4_text"), tmp_path / "model")
+    model.save_pretrained(directory)
+    model.generation_config.eos_token_id = None
+    prompt = made_up(17)
+    prompts = [prompt, [*prompt[:8], 9, 10, *prompt[8:]], [*prompt[:8], 10, 9, *prompt[8:]], [9, *made_up(40)]]
+    own = config_of("gemma4_text").model_copy(update={"model": str(directory)})
+    with InferenceEngine(own) as engine:
+        assert DEVICE != "cpu" or engine.model_info().slow_paths == ()
+        assert answers(engine, prompts) == [greedy(model, prompt) for prompt in prompts]
+
+
 def test_a_model_without_pluggable_attention_is_refused(config_of: Callable[..., EngineConfig]) -> None:
     with pytest.raises(ModelLoadError):
         load_backend(config_of("stablelm"))
