@@ -25,7 +25,8 @@ typedef struct {
 /* The parts of a layer; `qkv` has three. A delta net has one, and others behind it; a short convolution has one. */
 enum { QKV, GATES, RATES, DECAYS, OUTPUT, GATE, UP, DOWN, SHARE, INPUT_GATE, INPUT_PROJECTION, NUM_PARTS };
 
-/* The norms [E] of a mixture beside a layer's own product: of its router's inputs and its own, and of what both make. */
+/* The norms [E] of a mixture beside a layer's own product: of its router's inputs and its own, and of what both
+   make. */
 typedef struct {
     const float *router_norm, *norm, *after, *product_after;
     float epsilon;
@@ -59,6 +60,7 @@ typedef struct {
 typedef struct {
     int64_t half, threads, num_layers, vocabulary, embedding; /* V, E */
     int64_t num_groups, block_size;
+    int64_t reading; /* the first of the last layers, which store nothing: there only tokens with logits matter */
     int64_t num_slots; /* of running states; 0 without */
     const void *embeddings; /* T [V, E] */
     const Layer *layers;
@@ -524,7 +526,8 @@ INLINE void added(Thread *t, const Model *m, const Product *p, Adapters *step, i
     wait_for_all(t);
 }
 
-/* `keep` [kept] are the indices of the tokens whose logits are wanted, `runs` the rows that have adapters. */
+/* `keep` [kept] are the indices of the tokens whose logits are wanted, which `last` are, `runs` the rows that have
+   adapters, and `last_runs` those among the last. */
 typedef struct {
     Team team;
     const Model *model;
@@ -534,6 +537,9 @@ typedef struct {
     int64_t num_runs;
     const int64_t *keep;
     int64_t kept;
+    const Token *last;
+    const Run *last_runs;
+    int64_t num_last_runs;
     float *logits, *most;
     int64_t *best;
     Strides strides;
@@ -598,7 +604,8 @@ INLINE void make_layer_inputs(Thread *t, const Model *m, const Token *tokens, Ad
 }
 
 /* Add what a layer makes of its own inputs, gated by the stream. */
-INLINE void add_input(Thread *t, const Model *m, const Layer *l, Adapters *own, int64_t rows, int half) {
+INLINE void add_input(Thread *t, const Model *m, const Layer *l, Adapters *own, const int64_t *indices, int64_t rows,
+                      int half) {
     const Product *gate = &l->input.gate, *projection = &l->input.projection;
     const int64_t size = gate->outputs;
     const Inputs in = inputs_at(m->levels, MOST_ROWS, groups(gate));
@@ -607,7 +614,8 @@ INLINE void add_input(Thread *t, const Model *m, const Layer *l, Adapters *own, 
     wait_for_all(t);
     const Inputs gated = inputs_at(m->levels, MOST_ROWS, groups(projection));
     EACH(r, t, rows) {
-        const float *inputs = m->layer_inputs->made + r * m->layer_inputs->projection.outputs + l->input.start;
+        const int64_t row = indices ? indices[r] : r;
+        const float *inputs = m->layer_inputs->made + row * m->layer_inputs->projection.outputs + l->input.start;
         multiply_numbers(m->gates + r * size, inputs, size, (uint8_t *)m->gated + r * size * (half ? 2 : 4), half);
         if (takes_levels(projection, half)) quantize_row(m->gated, r, size, &gated, half);
     }
@@ -642,10 +650,20 @@ INLINE void mix_beside(Thread *t, const Model *m, const Layer *l, int64_t rows, 
     wait_for_all(t);
 }
 
-/* What follows the last product of a layer. */
-INLINE void end_layer(Thread *t, const Model *m, const Layer *l, Adapters *own, int64_t rows, int half) {
+/* The rows `indices` [rows] of the stream become its first ones. */
+INLINE void keep_rows(Thread *t, const Model *m, const int64_t *indices, int64_t rows) {
     const int64_t E = m->embedding;
-    if (l->input.norm) add_input(t, m, l, own, rows, half);
+    EACH(r, t, rows) memcpy(m->after + r * E, m->stream + indices[r] * E, E * sizeof(float));
+    wait_for_all(t);
+    EACH(r, t, rows) memcpy(m->stream + r * E, m->after + r * E, E * sizeof(float));
+    wait_for_all(t);
+}
+
+/* What follows the last product of a layer. `indices` are those of the rows among all tokens, or NULL. */
+INLINE void end_layer(Thread *t, const Model *m, const Layer *l, Adapters *own, const int64_t *indices, int64_t rows,
+                      int half) {
+    const int64_t E = m->embedding;
+    if (l->input.norm) add_input(t, m, l, own, indices, rows, half);
     if (l->scalar == 1) return;
     EACH(r, t, rows)
         for (int64_t i = r * E; i < (r + 1) * E; i += 16) {
@@ -659,7 +677,8 @@ INLINE void end_layer(Thread *t, const Model *m, const Layer *l, Adapters *own, 
 INLINE void forward(Thread *t, const Step *s, int half) {
     const Model *m = s->model;
     const Token *tokens = s->tokens;
-    const int64_t E = m->embedding, rows = s->rows;
+    const int64_t E = m->embedding, *indices = NULL;
+    int64_t rows = s->rows;
     Adapters own = {m, tokens, s->runs, s->num_runs, 0, 0, 0};
     EACH(r, t, rows)
         for (int64_t i = 0; i < E; i += 16) {
@@ -671,6 +690,12 @@ INLINE void forward(Thread *t, const Step *s, int half) {
     if (m->layer_inputs && !m->layer_inputs->are_given) make_layer_inputs(t, m, tokens, &own, rows, half);
     for (const Layer *l = m->layers; l < m->layers + m->num_layers; l++, own.layer++) {
         const Inputs in = inputs_at(m->levels, MOST_ROWS, groups(&l->qkv));
+        if (own.layer == m->reading && s->kept < rows) {
+            if (!s->kept) return;
+            keep_rows(t, m, s->keep, s->kept);
+            tokens = s->last, rows = s->kept, indices = s->keep;
+            own.tokens = tokens, own.runs = s->last_runs, own.num_runs = s->num_last_runs;
+        }
         if (l->delta) remember(t, m, l, &s->strides, &own, rows, &in, half);
         else if (l->convolution) convolve_stream(t, m, l, &s->strides, &own, rows, &in, half);
         else look_up(t, m, l, tokens, &own, rows, &in, half);
@@ -699,7 +724,7 @@ INLINE void forward(Thread *t, const Step *s, int half) {
             wait_for_all(t);
             if (l->beside) {
                 mix_beside(t, m, l, rows, half);
-                end_layer(t, m, l, &own, rows, half);
+                end_layer(t, m, l, &own, indices, rows, half);
                 continue;
             }
             EACH(r, t, rows) add_share(m->after + r * E, m->shares[r], E, m->stream + r * E);
@@ -707,10 +732,10 @@ INLINE void forward(Thread *t, const Step *s, int half) {
             continue;
         }
         added(t, m, &l->down, &own, DOWN, m->gated, &gated, rows, l->mlp_after, l->mlp_epsilon, half);
-        end_layer(t, m, l, &own, rows, half);
+        end_layer(t, m, l, &own, indices, rows, half);
     }
     const Inputs last = inputs_at(m->levels, MOST_ROWS, groups(&m->head));
-    norms(t, m, m->norm, m->epsilon, s->keep, s->kept, takes_levels(&m->head, half), &last, half);
+    norms(t, m, m->norm, m->epsilon, indices ? NULL : s->keep, s->kept, takes_levels(&m->head, half), &last, half);
     logits_argmax(t, m, &last, s->kept, s->logits, s->most, s->best, half);
 }
 
@@ -722,6 +747,15 @@ static void compute_step(void *given) {
     release_tiles();
 }
 
+/* Count the row `row` of `tokens` among the `count` runs, if it has an adapter. Returns how many there are then. */
+static int64_t add_run(Run *runs, int64_t count, const Token *tokens, int64_t row) {
+    if (!tokens[row].adapter) return count;
+    Run *last = runs + count - 1;
+    if (row && tokens[row - 1].adapter == tokens[row].adapter && last->count < RUN) return last->count++, count;
+    runs[count] = (Run){row, 1};
+    return count + 1;
+}
+
 /* Compute `segments`, each some tokens of one sequence: their count, the first position, whether the logits of the
    last token are wanted, the width of the tables, the address of the adapter or 0, by how much the positions of
    rotations differ from the tokens' own, the slot of the running state before it and how many slots to write; then ids
@@ -730,11 +764,11 @@ static void compute_step(void *given) {
    of their maxima, `best` [kept], -1 where the maximum is not finite. Returns 0; or 1, having computed nothing, for an
    id without an embedding, a token without a block, or a state without a slot. */
 int64_t step(const Model *m, const int64_t *segments, int64_t count, float *logits, int64_t *best) {
-    Token tokens[MOST_ROWS];
-    Run runs[MOST_ROWS];
+    Token tokens[MOST_ROWS], last[MOST_ROWS];
+    Run runs[MOST_ROWS], last_runs[MOST_ROWS];
     Stretch stretches[MOST_ROWS];
     int64_t targets[MOST_ROWS];
-    int64_t keep[MOST_ROWS], rows = 0, kept = 0, num_runs = 0;
+    int64_t keep[MOST_ROWS], rows = 0, kept = 0, num_runs = 0, num_last_runs = 0;
     float most[MOST_ROWS];
     for (int64_t s = 0; s < count; s++) {
         const int64_t length = segments[0], start = segments[1], wanted = segments[2], width = segments[3];
@@ -752,18 +786,16 @@ int64_t step(const Model *m, const int64_t *segments, int64_t count, float *logi
         if (m->num_slots && (source < 0 || source > m->num_slots || targets[rows + length - 1] < 0)) return 1;
         for (int64_t i = 0; i < length; i++) {
             if (ids[i] < 0 || ids[i] >= m->vocabulary) return 1;
-            if (adapter) {
-                Run *last = runs + num_runs - 1;
-                if (rows && tokens[rows - 1].adapter == adapter && last->count < RUN) last->count++;
-                else runs[num_runs++] = (Run){rows, 1};
-            }
             tokens[rows++] = (Token){ids[i], start + i, start + i + shift, tables, width, adapter};
+            num_runs = add_run(runs, num_runs, tokens, rows - 1);
         }
+        if (wanted) last[kept] = tokens[rows - 1], num_last_runs = add_run(last_runs, num_last_runs, last, kept);
         if (wanted) most[kept] = -INFINITY, best[kept] = INT64_MAX, keep[kept++] = rows - 1;
         segments = pairs + 2 * num_targets;
     }
     const Strides strides = {stretches, count, targets, m->convolved, m->gates, m->rates, m->decays};
-    Step step = {{0}, m, tokens, rows, runs, num_runs, keep, kept, logits, most, best, strides};
+    Step step = {{0},  m,    tokens,    rows,          runs,   num_runs, keep,
+                 kept, last, last_runs, num_last_runs, logits, most,     best, strides};
     run_threads(compute_step, &step, m->threads);
     return 0;
 }

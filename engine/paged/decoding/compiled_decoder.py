@@ -63,7 +63,7 @@ class _Layer(ctypes.Structure):
 class _Model(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, _INT) for name in ("half", "threads", "num_layers", "vocabulary", "embedding")),
-        *((name, _INT) for name in ("num_groups", "block_size", "num_slots")),
+        *((name, _INT) for name in ("num_groups", "block_size", "reading", "num_slots")),
         *((name, _POINTER) for name in ("embeddings", "layers", "norm")),
         ("head", Product),
         *((name, _POINTER) for name in ("input", "mixed", "gated", "stream", "qkv", "gates")),
@@ -109,6 +109,7 @@ class CompiledDecoder:
             num_layers=len(self._layers),
             vocabulary=len(decoder.embedding),
             embedding=embedding,
+            reading=max(layer.index for layer in decoder.layers if layer.num_parts) + 1,
             embeddings=self._address(decoder.embedding.contiguous()),
             layers=ctypes.addressof(self._layers),
             norm=self._numbers(decoder.norm.weight),
@@ -256,19 +257,19 @@ class CompiledDecoder:
         Returns the logits and the residual stream in float32 [T, E], before the last norm.
         """
         model, embeddings = self._model, inputs.to(self._dtype).contiguous()
-        before = model.embeddings, model.vocabulary, model.layers, model.num_layers, model.scale
+        before = model.embeddings, model.vocabulary, model.layers, model.num_layers, model.scale, model.reading
         self._replaced = {}  # numbers of inputs are no tokens
         ids = iter(range(len(inputs)))
         numbered = [segment._replace(tokens=[next(ids) for _ in segment.tokens]) for segment in segments]
         model.embeddings, model.vocabulary, model.num_layers = embeddings.data_ptr(), len(inputs), len(layers)
-        model.scale = 1
+        model.scale, model.reading = 1, len(self._layers)
         if self.inputs is not None:
             self.inputs.give(own)
         model.layers = ctypes.addressof(self._layers) + layers.start * ctypes.sizeof(_Layer)
         try:
             return self(numbered).logits.clone(), self._stream[: len(inputs)].clone()
         finally:
-            model.embeddings, model.vocabulary, model.layers, model.num_layers, model.scale = before
+            model.embeddings, model.vocabulary, model.layers, model.num_layers, model.scale, model.reading = before
             self._replaced = self._decoder.replaced
             if self.inputs is not None:
                 self.inputs.give(None)
