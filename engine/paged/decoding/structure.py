@@ -53,7 +53,7 @@ _SHARED = {"gate", "experts", "shared_expert", "shared_expert_gate"}
 
 def body_of(model: Any) -> Any:
     """What of a model has the layers of text; None where it is built otherwise."""
-    body = getattr(model, "model", None)
+    body: Any = getattr(model, "model", None)
     return body.language_model if type(body).__name__ in _SEEING else body
 
 

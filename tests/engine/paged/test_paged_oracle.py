@@ -313,10 +313,12 @@ def test_a_gemma_4_that_sees_says_what_transformers_says_of_text(
     from transformers import AutoModelForCausalLM, Gemma4Config, Gemma4ForConditionalGeneration
 
     text = AutoModelForCausalLM.from_pretrained(model_directory("gemma4_text"), dtype="float32")
-    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    tower |= {"num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 64}
-    tokens = {"image_token_id": 9, "video_token_id": None, "audio_token_id": 10, "tie_word_embeddings": False}
-    config = Gemma4Config(text_config=text.config.to_dict(), vision_config=tower, audio_config=None, **tokens)
+    tower: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    tower |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    tower |= {"patch_size": 4, "position_embedding_size": 64}
+    tokens: dict[str, Any] = {"image_token_id": 9, "video_token_id": None, "audio_token_id": 10}
+    tokens |= {"vision_config": tower, "audio_config": None, "tie_word_embeddings": False}
+    config = Gemma4Config(text_config=text.config.to_dict(), **tokens)
     torch.manual_seed(0)
     model: Any = Gemma4ForConditionalGeneration(config)
     model.model.language_model.load_state_dict(text.model.state_dict())
