@@ -61,6 +61,21 @@ SHAPES: dict[str, dict[str, object]] = {
     "cohere": _SMALL | {"logit_scale": 0.5, "use_qk_norm": True, "tie_word_embeddings": False},
     "gemma2": _SMALL | _MIXED | _GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "gemma3_text": _SMALL | _MIXED | _GEMMA,
+    "gemma4_text": _SMALL
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 16,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 16,
+        "final_logit_softcapping": 3.0,
+        "tie_word_embeddings": False,
+    },
     "glm4": _SMALL | {"head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True},
     "bamba": _SMALL | _MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1]},
     "deepseek_v3": _SMALL
@@ -153,6 +168,8 @@ def make_tiny_model(
     end_of_text, _, end_of_turn = (tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS)
     ids = {"bos_token_id": None, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
     settings = {"vocab_size": vocabulary_size, "initializer_range": 0.1} | SHAPES[shape] | dict(sizes or {}) | ids
+    if "hidden_size_per_layer_input" in settings:
+        settings["vocab_size_per_layer_input"] = vocabulary_size
     config = library.AutoConfig.for_model(shape, **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

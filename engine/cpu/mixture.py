@@ -20,8 +20,8 @@ class Mixture(ctypes.Structure):
     _fields_: ClassVar = [
         ("router", Product),
         *((name, _POINTER) for name in ("inner", "outer")),
-        *((name, _INT) for name in ("count", "used", "is_normed", "is_clamped", "has_sigmoids")),
-        ("preferences", _POINTER),
+        *((name, _INT) for name in ("count", "used", "is_normed", "is_clamped", "has_sigmoids", "has_gelu")),
+        *((name, _POINTER) for name in ("preferences", "factors")),
         *((name, ctypes.c_float) for name in ("alpha", "limit", "scale", "least")),
     ]
 
@@ -37,7 +37,7 @@ class Choosing(NamedTuple):
     """How a router chooses the `used` experts of a row, and what their shares are.
 
     With `is_normed` they are divided by their sum and `least`. `preferences` [experts], float32, count in the choice
-    alone.
+    alone; each expert's share is multiplied by its own of the `factors` [experts], float32.
     """
 
     used: int
@@ -46,6 +46,7 @@ class Choosing(NamedTuple):
     preferences: Tensor | None = None
     scale: float = 1.0
     least: float = 0.0
+    factors: Tensor | None = None
 
 
 class Sizes(NamedTuple):
@@ -95,7 +96,7 @@ class Rooms:
 class Experts:
     """The products of a mixture's experts: gates and ups side by side, and what follows their product.
 
-    Gates are SiLU's, before the ups, unless there is a `clamp`.
+    Gates are SiLU's, or with `has_gelu` GELU's, before the ups, unless there is a `clamp`.
     """
 
     def __init__(
@@ -105,9 +106,10 @@ class Experts:
         clamp: Clamp | None,
         kernels: Kernels,
         rooms: Rooms,
+        has_gelu: bool,
     ) -> None:
         """See `of`."""
-        self._clamp = clamp
+        self._clamp, self._has_gelu = clamp, has_gelu
         self.sizes, self._firsts = Sizes(len(inner), inner[0].inputs, outer[0].inputs), (inner[0], outer[0])
         self._inner, self._outer = ((Product * len(inner))(*products) for products in (inner, outer))
         self._tensors = [product.tensors for product in (*inner, *outer)]
@@ -121,6 +123,7 @@ class Experts:
         clamp: Clamp | None,
         kernels: Kernels,
         rooms: Rooms,
+        has_gelu: bool = False,
     ) -> Self | None:
         """None unless the kernels take them: all of a kind, and of the sizes of gated experts."""
         firsts, seconds = ([one for one in products if one is not None] for products in (inner, outer))
@@ -130,7 +133,7 @@ class Experts:
             return None
         first, second = firsts[0], seconds[0]
         fits = first.outputs == 2 * second.inputs and first.inputs == second.outputs
-        return cls(firsts, seconds, clamp, kernels, rooms) if fits else None
+        return cls(firsts, seconds, clamp, kernels, rooms, has_gelu) if fits else None
 
     def take(self, dtype: torch.dtype) -> bool:
         """Whether inputs may have this dtype: numbers are multiplied by those of their own alone."""
@@ -141,13 +144,13 @@ class Experts:
         return self._rooms.fit(self.sizes, used, dtype)
 
     def mixture(self, router: Product, choosing: Choosing) -> Mixture:
-        """The caller keeps `router` and the preferences alive."""
-        used, is_normed, has_sigmoids, preferences, scale, least = choosing
+        """The caller keeps `router` and what belongs to each expert alive."""
+        used, is_normed, has_sigmoids, preferences, scale, least, factors = choosing
         addresses = (ctypes.addressof(products) for products in (self._inner, self._outer))
-        kind = used, is_normed, self._clamp is not None, has_sigmoids
-        preferred = None if preferences is None else preferences.data_ptr()
+        kind = used, is_normed, self._clamp is not None, has_sigmoids, self._has_gelu
+        each = (None if one is None else one.data_ptr() for one in (preferences, factors))
         clamp = self._clamp or Clamp(0, 0)
-        return Mixture(router, *addresses, self.sizes.experts, *kind, preferred, *clamp, scale, least)
+        return Mixture(router, *addresses, self.sizes.experts, *kind, *each, *clamp, scale, least)
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """[T, E], and for each token its experts and their shares, [T, K] each → [T, E].

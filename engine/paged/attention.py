@@ -73,11 +73,14 @@ class MatmulAttention:
     def pool(self, spec: LayerSpec, num_blocks: int) -> SlicedPool:
         return SlicedPool(spec, num_blocks, self.block_size, self._dtype, self._device)
 
-    def attend(self, step: MatmulStep, pool: SlicedPool, query: Tensor, keys_values: Tensor, rules: Rules) -> Tensor:
-        """Store this step's keys and values, then attend. [Hq, T, D], [2 H, T, D] → [T, Hq · D]."""
-        pool.write(step.slots, keys_values)
-        heads, num_tokens, size = keys_values.shape
-        query = query.reshape(heads // 2, -1, num_tokens, size)  # [H, G, T, D]
+    def attend(
+        self, step: MatmulStep, pool: SlicedPool, query: Tensor, keys_values: Tensor | None, rules: Rules
+    ) -> Tensor:
+        """Store this step's keys and values, unless the pool has them, then attend. [Hq, T, D], [2 H, T, D] →
+        [T, Hq · D]."""
+        if keys_values is not None:
+            pool.write(step.slots, keys_values)
+        query = query.reshape(pool.num_heads, -1, *query.shape[1:])  # [H, G, T, D]
         parts = [_decode(bucket, pool, query, rules) for bucket in step.buckets]
         parts += [_prefill(prefill, step.window, pool, query, rules) for prefill in step.prefills]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # it imports transformers
 class Layers(NamedTuple):
     """`specs` and `rules` are those of the layers that attend, whose indices in the model `numbers` maps to theirs.
 
+    A layer that attends to the keys and values of an earlier one, by the same rules, has the number of that one.
     `attention_flops` are for each key that a query attends to, in all layers; `logits` are what the pass returned.
     """
 
@@ -60,6 +61,8 @@ def observe(model: Any, name: str, run: Callable[[Callable[..., Tensor]], Tensor
         raise ModelLoadError(f"{name} always computes the logits of all tokens; use --backend hf")
     seen: dict[int, LayerSpec] = {}
     rules_of: dict[int, Rules] = {}
+    sources: dict[int, int] = {}  # of keys and values: the layer itself or an earlier one
+    first_with: dict[tuple[int, int], tuple[int, Tensor, Tensor]] = {}  # kept alive, so that addresses stay theirs
     flops = 0
 
     def note(index: int, query: Tensor, key: Tensor, value: Tensor, rules: Rules, window: int | None) -> Tensor:
@@ -68,6 +71,10 @@ def observe(model: Any, name: str, run: Callable[[Callable[..., Tensor]], Tensor
             raise ModelLoadError(f"{name} attends twice in layer {index}; use --backend hf")
         seen[index] = LayerSpec(window, key.shape[0], key.shape[2], value.shape[2])
         rules_of[index] = rules
+        source, *_ = first_with.setdefault((key.data_ptr(), value.data_ptr()), (index, key, value))
+        others = rules_of[source]
+        is_same = seen[source] == seen[index] and others[:2] == rules[:2] and others.sinks is rules.sinks
+        sources[index] = source if is_same else index
         flops += 2 * query.shape[0] * (key.shape[2] + value.shape[2])
         return attend_alone(query, key, value, rules)
 
@@ -86,6 +93,7 @@ def observe(model: Any, name: str, run: Callable[[Callable[..., Tensor]], Tensor
     windows = {index for index, spec in seen.items() if spec.window is not None}
     if sliding and windows != {index for index, slides in enumerate(sliding) if slides}:
         raise ModelLoadError(f"{name} does not pass its windows to the attention function; use --backend hf")
-    numbers = {index: number for number, index in enumerate(sorted(seen))}
+    storing = sorted(index for index, source in sources.items() if index == source)
+    numbers = {index: storing.index(source) for index, source in sources.items()}
     own = replace_states(model) if stateful else []
-    return Layers([seen[i] for i in numbers], [rules_of[i] for i in numbers], numbers, own, flops, logits)
+    return Layers([seen[i] for i in storing], [rules_of[i] for i in storing], numbers, own, flops, logits)

@@ -198,7 +198,7 @@ class Runner:
             attend = partial(self._attend_apart, step.groups)
             return self._run(step.ids, step.positions, step.keep, attend, seen, step.states)
 
-    def _attend(self, groups: Sequence[Any], index: int, query: Tensor, keys_values: Tensor) -> Tensor:
+    def _attend(self, groups: Sequence[Any], index: int, query: Tensor, keys_values: Tensor | None) -> Tensor:
         """Attend with the rules that the layer used in the first pass."""
         step, pool = groups[self._group_of[index]], self._pools[index]
         mixed: Tensor = self._attention.attend(step, pool, query, keys_values, self._rules[index])

@@ -8,6 +8,7 @@
    at every use: the compiler specialises each `INLINE` function for each of their values. */
 
 #include "delta.h"
+#include "layer_inputs.h"
 #include "mixture.h"
 
 enum { AHEAD = 64 };  /* keys that attention fetches ahead */
@@ -22,17 +23,25 @@ typedef struct {
 } LowRank;
 
 /* The parts of a layer; `qkv` has three. A delta net has one, and others behind it; a short convolution has one. */
-enum { QKV, GATES, RATES, DECAYS, OUTPUT, GATE, UP, DOWN, SHARE, NUM_PARTS };
+enum { QKV, GATES, RATES, DECAYS, OUTPUT, GATE, UP, DOWN, SHARE, INPUT_GATE, INPUT_PROJECTION, NUM_PARTS };
+
+/* The norms [E] of a mixture beside a layer's own product: of its router's inputs and its own, and of what both
+   make. */
+typedef struct {
+    const float *router_norm, *norm, *after, *product_after;
+    float epsilon;
+} Beside;
 
 typedef struct {
-    const float *attention_norm, *mlp_norm; /* [E] */
-    const float *head_norm;                 /* [Hq + H, D] or NULL */
+    const float *attention_norm, *mlp_norm; /* [E] or NULL */
+    const float *head_norm;                 /* [Hq + H, D], or [Hq + 2 H, D] if `norms_values`; or NULL */
     const float *attention_after, *mlp_after; /* [E], of what is added to the stream; or NULL */
     const float *cosines, *sines;           /* by position, [P, rotated]; the sines of the first half are negated */
     const float *scales;                    /* of queries by position, [P], or NULL */
     Product qkv, output, gate, up, down;    /* the last three are all zeros if there are only experts to choose */
     Product share;                          /* [1, E], of an expert beside the mixture; all zeros without */
     const Mixture *mixture;                 /* or NULL */
+    const Beside *beside;                   /* of a mixture beside the layer's own product, or NULL */
     const Delta *delta;                     /* in the place of attention, or NULL; `qkv` is [C, E] */
     const Convolution *convolution;         /* a gated one in the place of attention, or NULL; `qkv` is [3 C, E] */
     const float *sinks;                     /* [Hq], scores that join each softmax, or NULL */
@@ -40,12 +49,18 @@ typedef struct {
     int64_t num_blocks, window; /* N; keys that a query attends to, or INT64_MAX */
     int64_t group, has_gelu;    /* gates are GELU's, not SiLU's */
     int64_t has_gates;          /* whether each query is followed by a gate of what its head finds */
+    int64_t num_q_heads, num_kv_heads, head_dim, rotated; /* Hq, H, D; the first so many numbers are rotated */
+    int64_t num_parts;          /* behind the queries: 2; 1 if values are keys; 0 if `pool` is an earlier layer's */
+    int64_t norms_values, norms_rows; /* `norms_rows`: the mean square is that of all queries, or keys, together */
+    LayerInput input;
+    float scalar;               /* what the stream is multiplied by at the end */
     float epsilon, mlp_epsilon, head_epsilon, scaling, softcap; /* of the scores; 0 for none */
 } Layer;
 
 typedef struct {
-    int64_t half, threads, num_layers, vocabulary, embedding, num_q_heads, num_kv_heads, head_dim; /* V, E, Hq, H, D */
-    int64_t rotated, num_groups, block_size; /* the first so many numbers of each head are rotated */
+    int64_t half, threads, num_layers, vocabulary, embedding; /* V, E */
+    int64_t num_groups, block_size;
+    int64_t reading; /* the first of the last layers, which store nothing: there only tokens with logits matter */
     int64_t num_slots; /* of running states; 0 without */
     const void *embeddings; /* T [V, E] */
     const Layer *layers;
@@ -59,6 +74,8 @@ typedef struct {
     const Room *room;            /* of any mixture, or NULL */
     float *low;                  /* [R, 3, most_rank]: scale * x A of the adapters */
     float *after;                /* [R, E]: what is to be normalised and added to the stream */
+    float *beside;               /* [R, E]: what a mixture beside the layer's own product makes */
+    const LayerInputs *layer_inputs; /* or NULL */
     int64_t most_rank;           /* a multiple of 16 */
     float epsilon, scale, softcap; /* `scale` of the embeddings; `softcap` of the logits, 0 for none */
 } Model;
@@ -242,18 +259,41 @@ INLINE const int64_t *table_of(const Token *token, const Layer *l) { return toke
 /* From one query to the next, in heads. */
 INLINE int64_t spread(const Layer *l) { return l->has_gates ? 2 : 1; }
 
+/* Store a token's key, or for heads from H on its value, x [D], in its cache slot. */
+INLINE void store_head(const Model *m, const Layer *l, const Token *token, int64_t head, const float *x, int half) {
+    const int64_t block = table_of(token, l)[token->position / m->block_size], inside = token->position % m->block_size;
+    const int64_t slot = (head * l->num_blocks + block) * m->block_size + inside;
+    for (int64_t i = 0; i < l->head_dim; i += 16) {
+        __mmask16 mask = tail_mask(l->head_dim - i);
+        store(l->pool, slot * l->head_dim + i, load(x, i, mask, 0), mask, half);
+    }
+}
+
 /* Normalise and rotate every token's queries and keys in place, then store its keys and values in their cache slots. */
 INLINE void rotate_and_store(Thread *t, const Model *m, const Layer *l, const Token *tokens, int64_t rows, int half) {
-    const int64_t head_dim = m->head_dim, middle = m->rotated / 2, each = spread(l);
-    const int64_t rotated = m->num_q_heads + m->num_kv_heads, num_heads = rotated + m->num_kv_heads;
+    const int64_t head_dim = l->head_dim, middle = l->rotated / 2, each = spread(l), Hq = l->num_q_heads;
+    const int64_t rotated = Hq + (l->num_parts ? l->num_kv_heads : 0), num_heads = Hq + l->num_parts * l->num_kv_heads;
+    for (int keys = 0; l->norms_rows && keys < 2; keys++) {
+        const int64_t from = keys ? Hq * head_dim : 0, count = (keys ? l->num_kv_heads : Hq) * head_dim;
+        EACH(row, t, rows) {
+            float *x = m->qkv + row * l->qkv.outputs + from;
+            rms_norm(x, l->head_norm + from, l->head_epsilon, count, x, 0);
+        }
+    }
+    if (l->norms_rows) wait_for_all(t);
     EACH(item, t, rows * num_heads) {
-        const int64_t row = item / num_heads, head = item % num_heads, gates = (each - 1) * m->num_q_heads;
-        float *x = m->qkv + row * (num_heads + gates) * head_dim;
-        x += (head < m->num_q_heads ? head * each : head + gates) * head_dim;
-        const int64_t position = tokens[row].position, angle = tokens[row].turn * m->rotated;
-        const int64_t other_angle = angle + middle;
+        const int64_t row = item / num_heads, head = item % num_heads, gates = (each - 1) * Hq;
+        float *x = m->qkv + row * l->qkv.outputs + (head < Hq ? head * each : head + gates) * head_dim;
+        const int64_t angle = tokens[row].turn * l->rotated, other_angle = angle + middle;
+        if (l->num_parts == 1 && head >= Hq) { /* the value, before the key is normalised and rotated in its place */
+            const int64_t other = head + l->num_kv_heads;
+            float value[head_dim];
+            rms_norm(x, l->head_norm + other * head_dim, l->head_epsilon, head_dim, value, 0);
+            store_head(m, l, tokens + row, other - Hq, value, half);
+        }
+        if (l->head_norm && !l->norms_rows && (head < rotated || l->norms_values))
+            rms_norm(x, l->head_norm + head * head_dim, l->head_epsilon, head_dim, x, 0);
         if (head < rotated) {
-            if (l->head_norm) rms_norm(x, l->head_norm + head * head_dim, l->head_epsilon, head_dim, x, 0);
             for (int64_t i = 0; i < middle; i += 16) {
                 __mmask16 mask = tail_mask(middle - i);
                 __m512 a = load(x, i, mask, 0), b = load(x, i + middle, mask, 0);
@@ -263,22 +303,14 @@ INLINE void rotate_and_store(Thread *t, const Model *m, const Layer *l, const To
                 store(x, i + middle, _mm512_fmadd_ps(a, load(l->sines, other_angle + i, mask, 0), other), mask, 0);
             }
         }
-        if (l->scales && head < m->num_q_heads) {
+        if (l->scales && head < Hq) {
             const __m512 scale = _mm512_set1_ps(l->scales[tokens[row].turn]);
             for (int64_t i = 0; i < head_dim; i += 16) {
                 __mmask16 mask = tail_mask(head_dim - i);
                 store(x, i, _mm512_mul_ps(load(x, i, mask, 0), scale), mask, 0);
             }
         }
-        if (head >= m->num_q_heads) {
-            const int64_t block = table_of(tokens + row, l)[position / m->block_size];
-            const int64_t inside = position % m->block_size, kv_head = head - m->num_q_heads; /* values after keys */
-            const int64_t slot = (kv_head * l->num_blocks + block) * m->block_size + inside;
-            for (int64_t i = 0; i < head_dim; i += 16) {
-                __mmask16 mask = tail_mask(head_dim - i);
-                store(l->pool, slot * head_dim + i, load(x, i, mask, 0), mask, half);
-            }
-        }
+        if (head >= Hq) store_head(m, l, tokens + row, head - Hq, x, half);
     }
     wait_for_all(t);
 }
@@ -313,13 +345,12 @@ INLINE void widen_rows(const void *pool, int64_t from, int64_t count, int64_t he
 /* Causal attention of every token's queries over its cached keys, 16 at a time -> T `mixed` [rows, Hq D]. */
 INLINE void attend(Thread *t, const Model *m, const Layer *l, const Token *tokens, int64_t rows, int64_t head_dim,
                    int half) {
-    const int64_t group_size = m->num_q_heads / m->num_kv_heads, each = spread(l) * head_dim;
-    const int64_t width = m->num_q_heads * each + 2 * m->num_kv_heads * head_dim;
+    const int64_t H = l->num_kv_heads, group_size = l->num_q_heads / H, each = spread(l) * head_dim;
     const int64_t stride = (head_dim + 63) / 64 * 64, block_numbers = m->block_size * head_dim;
-    const int64_t to_values = m->num_kv_heads * l->num_blocks * block_numbers; /* from a key to its value */
-    NEXT(item, t, rows * m->num_kv_heads) {
-        const int64_t row = item / m->num_kv_heads, head = item % m->num_kv_heads, length = tokens[row].position + 1;
-        const float *queries = m->qkv + row * width + head * group_size * each;
+    const int64_t to_values = H * l->num_blocks * block_numbers; /* from a key to its value */
+    NEXT(item, t, rows * H) {
+        const int64_t row = item / H, head = item % H, length = tokens[row].position + 1;
+        const float *queries = m->qkv + row * l->qkv.outputs + head * group_size * each;
         const int64_t *table = table_of(tokens + row, l);
         float keys[16 * stride], values[16 * stride], sums[group_size * stride]; /* values weighted by their shares */
         float most[group_size]; /* the largest score of each query */
@@ -381,7 +412,7 @@ INLINE void attend(Thread *t, const Model *m, const Layer *l, const Token *token
         }
         for (int64_t g = 0; g < group_size; g++) {
             __m512 scale = _mm512_set1_ps(1 / _mm512_reduce_add_ps(total[g]));
-            const int64_t to = (row * m->num_q_heads + head * group_size + g) * head_dim;
+            const int64_t to = (row * l->num_q_heads + head * group_size + g) * head_dim;
             for (int64_t i = 0; i < head_dim; i += 16) {
                 const __mmask16 mask = tail_mask(head_dim - i);
                 __m512 v = _mm512_mul_ps(_mm512_loadu_ps(sums + g * stride + i), scale);
@@ -403,16 +434,33 @@ void use_openmp(void *parallel, void *thread_num, void *num_threads) {
     openmp.thread_num = (int (*)(void))thread_num, openmp.num_threads = (int (*)(void))num_threads;
 }
 
-/* Rows r = 0 to `rows` of the residual stream, normalised, become inputs; `indices` says which if not NULL. */
-INLINE void norms(Thread *t, const Model *m, const float *weight, float epsilon, const int64_t *indices, int64_t rows,
-                  int to_levels, const Inputs *levels, int half) {
+/* Rows r = 0 to `rows` of the residual stream, normalised if there are weights for that, become inputs; `indices` says
+   which if not NULL. */
+INLINE void take_rows(Thread *t, const Model *m, const float *weight, float epsilon, const int64_t *indices,
+                      int64_t rows, int to_levels, const Inputs *levels, int half) {
     const int64_t E = m->embedding;
     EACH(r, t, rows) {
         const float *from = m->stream + (indices ? indices[r] : r) * E;
-        rms_norm(from, weight, epsilon, E, (uint8_t *)m->input + r * E * (half ? 2 : 4), half);
+        uint8_t *to = (uint8_t *)m->input + r * E * (half ? 2 : 4);
+        if (weight) rms_norm(from, weight, epsilon, E, to, half);
+        else copy_numbers(from, E, to, half);
         if (to_levels) quantize_row(m->input, r, E, levels, half);
     }
     wait_for_all(t);
+}
+
+#define NORMS(name, half)                                                                                             \
+    static __attribute__((noinline)) void name(Thread *t, const Model *m, const float *weight, float epsilon,         \
+                                               const int64_t *indices, int64_t rows, int to_levels,                   \
+                                               const Inputs *levels) {                                                \
+        take_rows(t, m, weight, epsilon, indices, rows, to_levels, levels, half);                                     \
+    }
+NORMS(norms_bf16, 1)
+NORMS(norms_f32, 0)
+
+INLINE void norms(Thread *t, const Model *m, const float *weight, float epsilon, const int64_t *indices, int64_t rows,
+                  int to_levels, const Inputs *levels, int half) {
+    (half ? norms_bf16 : norms_f32)(t, m, weight, epsilon, indices, rows, to_levels, levels);
 }
 
 /* The rows' logits [rows, V], their maxima `most` [rows] and the indices of these, `best` [rows]: the first of
@@ -478,7 +526,8 @@ INLINE void added(Thread *t, const Model *m, const Product *p, Adapters *step, i
     wait_for_all(t);
 }
 
-/* `keep` [kept] are the indices of the tokens whose logits are wanted, `runs` the rows that have adapters. */
+/* `keep` [kept] are the indices of the tokens whose logits are wanted, which `last` are, `runs` the rows that have
+   adapters, and `last_runs` those among the last. */
 typedef struct {
     Team team;
     const Model *model;
@@ -488,6 +537,9 @@ typedef struct {
     int64_t num_runs;
     const int64_t *keep;
     int64_t kept;
+    const Token *last;
+    const Run *last_runs;
+    int64_t num_last_runs;
     float *logits, *most;
     int64_t *best;
     Strides strides;
@@ -500,11 +552,12 @@ INLINE void look_up(Thread *t, const Model *m, const Layer *l, const Token *toke
     adapted(t, &l->qkv, own, QKV, 3, m->input, in, rows, m->qkv, STORE, NULL, half);
     wait_for_all(t);
     rotate_and_store(t, m, l, tokens, rows, half);
-    switch (m->head_dim) { /* a constant head_dim halves the time */
+    switch (l->head_dim) { /* a constant head_dim halves the time */
     case 32: attend(t, m, l, tokens, rows, 32, half); break;
     case 64: attend(t, m, l, tokens, rows, 64, half); break;
     case 128: attend(t, m, l, tokens, rows, 128, half); break;
-    default: attend(t, m, l, tokens, rows, m->head_dim, half);
+    case 256: attend(t, m, l, tokens, rows, 256, half); break;
+    default: attend(t, m, l, tokens, rows, l->head_dim, half);
     }
 }
 
@@ -536,11 +589,96 @@ INLINE void convolve_stream(Thread *t, const Model *m, const Layer *l, const Str
     convolve_gated(t, l->convolution, step, m->qkv, m->mixed, half);
 }
 
+/* The inputs of all layers, of embeddings in the stream. */
+INLINE void make_layer_inputs(Thread *t, const Model *m, const Token *tokens, Adapters *own, int64_t rows, int half) {
+    const LayerInputs *from = m->layer_inputs;
+    const Product *p = &from->projection;
+    const Inputs in = inputs_at(m->levels, MOST_ROWS, groups(p));
+    norms(t, m, NULL, 0, NULL, rows, takes_levels(p, half), &in, half);
+    own->layer = m->num_layers; /* adapters have this product behind those of the layers */
+    adapted(t, p, own, 0, 1, m->input, &in, rows, from->made, STORE, NULL, half);
+    own->layer = 0;
+    wait_for_all(t);
+    EACH(r, t, rows) make_inputs(from, tokens[r].id, from->made + r * p->outputs, half);
+    wait_for_all(t);
+}
+
+/* Add what a layer makes of its own inputs, gated by the stream. */
+INLINE void add_input(Thread *t, const Model *m, const Layer *l, Adapters *own, const int64_t *indices, int64_t rows,
+                      int half) {
+    const Product *gate = &l->input.gate, *projection = &l->input.projection;
+    const int64_t size = gate->outputs;
+    const Inputs in = inputs_at(m->levels, MOST_ROWS, groups(gate));
+    norms(t, m, NULL, 0, NULL, rows, takes_levels(gate, half), &in, half);
+    adapted(t, gate, own, INPUT_GATE, 1, m->input, &in, rows, m->gates, GELU, NULL, half);
+    wait_for_all(t);
+    const Inputs gated = inputs_at(m->levels, MOST_ROWS, groups(projection));
+    EACH(r, t, rows) {
+        const int64_t row = indices ? indices[r] : r;
+        const float *inputs = m->layer_inputs->made + row * m->layer_inputs->projection.outputs + l->input.start;
+        multiply_numbers(m->gates + r * size, inputs, size, (uint8_t *)m->gated + r * size * (half ? 2 : 4), half);
+        if (takes_levels(projection, half)) quantize_row(m->gated, r, size, &gated, half);
+    }
+    wait_for_all(t);
+    added(t, m, projection, own, INPUT_PROJECTION, m->gated, &gated, rows, l->input.norm, l->input.epsilon, half);
+}
+
+/* Choose each row's experts, by what is in `input`. */
+INLINE void route(Thread *t, const Model *m, const Layer *l, int64_t rows, int half) {
+    const Product *router = &l->mixture->router;
+    (half ? product_bf16 : product_f32)(t, router, m->input, NULL, rows, m->room->routes, STORE, NULL, NULL);
+    wait_for_all(t);
+    EACH(r, t, rows) choose_experts(l->mixture, r, m->room);
+    wait_for_all(t);
+}
+
+/* Add what the layer's own product made, which is in `after`, and what its experts make of the same stream. */
+INLINE void mix_beside(Thread *t, const Model *m, const Layer *l, int64_t rows, int half) {
+    const Beside *b = l->beside;
+    const int64_t E = m->embedding;
+    norms(t, m, b->router_norm, b->epsilon, NULL, rows, 0, NULL, half);
+    route(t, m, l, rows, half);
+    EACH(r, t, rows) memset(m->beside + r * E, 0, E * sizeof(float));
+    norms(t, m, b->norm, b->epsilon, NULL, rows, 0, NULL, half);
+    (half ? mix_bf16 : mix_f32)(t, l->mixture, m->input, rows, m->room, m->beside);
+    EACH(r, t, rows) {
+        float *sum = m->after + r * E;
+        rms_norm(sum, b->product_after, b->epsilon, E, sum, 0);
+        add_norm(m->beside + r * E, b->after, b->epsilon, E, sum);
+        add_norm(sum, l->mlp_after, l->mlp_epsilon, E, m->stream + r * E);
+    }
+    wait_for_all(t);
+}
+
+/* The rows `indices` [rows] of the stream become its first ones. */
+INLINE void keep_rows(Thread *t, const Model *m, const int64_t *indices, int64_t rows) {
+    const int64_t E = m->embedding;
+    EACH(r, t, rows) memcpy(m->after + r * E, m->stream + indices[r] * E, E * sizeof(float));
+    wait_for_all(t);
+    EACH(r, t, rows) memcpy(m->stream + r * E, m->after + r * E, E * sizeof(float));
+    wait_for_all(t);
+}
+
+/* What follows the last product of a layer. `indices` are those of the rows among all tokens, or NULL. */
+INLINE void end_layer(Thread *t, const Model *m, const Layer *l, Adapters *own, const int64_t *indices, int64_t rows,
+                      int half) {
+    const int64_t E = m->embedding;
+    if (l->input.norm) add_input(t, m, l, own, indices, rows, half);
+    if (l->scalar == 1) return;
+    EACH(r, t, rows)
+        for (int64_t i = r * E; i < (r + 1) * E; i += 16) {
+            const __mmask16 mask = tail_mask((r + 1) * E - i);
+            store(m->stream, i, _mm512_mul_ps(load(m->stream, i, mask, 0), _mm512_set1_ps(l->scalar)), mask, 0);
+        }
+    wait_for_all(t);
+}
+
 /* The whole model. */
 INLINE void forward(Thread *t, const Step *s, int half) {
     const Model *m = s->model;
     const Token *tokens = s->tokens;
-    const int64_t E = m->embedding, rows = s->rows;
+    const int64_t E = m->embedding, *indices = NULL;
+    int64_t rows = s->rows;
     Adapters own = {m, tokens, s->runs, s->num_runs, 0, 0, 0};
     EACH(r, t, rows)
         for (int64_t i = 0; i < E; i += 16) {
@@ -549,8 +687,15 @@ INLINE void forward(Thread *t, const Step *s, int half) {
             store(m->stream, r * E + i, _mm512_mul_ps(one, _mm512_set1_ps(m->scale)), mask, 0);
         }
     wait_for_all(t);
+    if (m->layer_inputs && !m->layer_inputs->are_given) make_layer_inputs(t, m, tokens, &own, rows, half);
     for (const Layer *l = m->layers; l < m->layers + m->num_layers; l++, own.layer++) {
         const Inputs in = inputs_at(m->levels, MOST_ROWS, groups(&l->qkv));
+        if (own.layer == m->reading && s->kept < rows) {
+            if (!s->kept) return;
+            keep_rows(t, m, s->keep, s->kept);
+            tokens = s->last, rows = s->kept, indices = s->keep;
+            own.tokens = tokens, own.runs = s->last_runs, own.num_runs = s->num_last_runs;
+        }
         if (l->delta) remember(t, m, l, &s->strides, &own, rows, &in, half);
         else if (l->convolution) convolve_stream(t, m, l, &s->strides, &own, rows, &in, half);
         else look_up(t, m, l, tokens, &own, rows, &in, half);
@@ -560,13 +705,8 @@ INLINE void forward(Thread *t, const Step *s, int half) {
         const int to_levels =
             takes_levels(&l->gate, half) || takes_levels(&l->up, half) || takes_levels(&l->share, half);
         norms(t, m, l->mlp_norm, l->mlp_epsilon, NULL, rows, to_levels, &in, half);
-        if (l->mixture) {
-            const Product *router = &l->mixture->router;
-            float *routes = m->room->routes;
-            (half ? product_bf16 : product_f32)(t, router, m->input, NULL, rows, routes, STORE, NULL, NULL);
-            wait_for_all(t);
-            EACH(r, t, rows) choose_experts(l->mixture, r, m->room);
-            wait_for_all(t);
+        if (l->mixture && !l->beside) {
+            route(t, m, l, rows, half);
             (half ? mix_bf16 : mix_f32)(t, l->mixture, m->input, rows, m->room, m->stream);
             if (!l->share.inputs) continue;
             adapted(t, &l->share, &own, SHARE, 1, m->input, &in, rows, m->shares, STORE, NULL, half);
@@ -582,14 +722,20 @@ INLINE void forward(Thread *t, const Step *s, int half) {
         if (l->mixture) {
             adapted(t, &l->down, &own, DOWN, 1, m->gated, &gated, rows, m->after, STORE, NULL, half);
             wait_for_all(t);
+            if (l->beside) {
+                mix_beside(t, m, l, rows, half);
+                end_layer(t, m, l, &own, indices, rows, half);
+                continue;
+            }
             EACH(r, t, rows) add_share(m->after + r * E, m->shares[r], E, m->stream + r * E);
             wait_for_all(t);
             continue;
         }
         added(t, m, &l->down, &own, DOWN, m->gated, &gated, rows, l->mlp_after, l->mlp_epsilon, half);
+        end_layer(t, m, l, &own, indices, rows, half);
     }
     const Inputs last = inputs_at(m->levels, MOST_ROWS, groups(&m->head));
-    norms(t, m, m->norm, m->epsilon, s->keep, s->kept, takes_levels(&m->head, half), &last, half);
+    norms(t, m, m->norm, m->epsilon, indices ? NULL : s->keep, s->kept, takes_levels(&m->head, half), &last, half);
     logits_argmax(t, m, &last, s->kept, s->logits, s->most, s->best, half);
 }
 
@@ -601,6 +747,15 @@ static void compute_step(void *given) {
     release_tiles();
 }
 
+/* Count the row `row` of `tokens` among the `count` runs, if it has an adapter. Returns how many there are then. */
+static int64_t add_run(Run *runs, int64_t count, const Token *tokens, int64_t row) {
+    if (!tokens[row].adapter) return count;
+    Run *last = runs + count - 1;
+    if (row && tokens[row - 1].adapter == tokens[row].adapter && last->count < RUN) return last->count++, count;
+    runs[count] = (Run){row, 1};
+    return count + 1;
+}
+
 /* Compute `segments`, each some tokens of one sequence: their count, the first position, whether the logits of the
    last token are wanted, the width of the tables, the address of the adapter or 0, by how much the positions of
    rotations differ from the tokens' own, the slot of the running state before it and how many slots to write; then ids
@@ -609,11 +764,11 @@ static void compute_step(void *given) {
    of their maxima, `best` [kept], -1 where the maximum is not finite. Returns 0; or 1, having computed nothing, for an
    id without an embedding, a token without a block, or a state without a slot. */
 int64_t step(const Model *m, const int64_t *segments, int64_t count, float *logits, int64_t *best) {
-    Token tokens[MOST_ROWS];
-    Run runs[MOST_ROWS];
+    Token tokens[MOST_ROWS], last[MOST_ROWS];
+    Run runs[MOST_ROWS], last_runs[MOST_ROWS];
     Stretch stretches[MOST_ROWS];
     int64_t targets[MOST_ROWS];
-    int64_t keep[MOST_ROWS], rows = 0, kept = 0, num_runs = 0;
+    int64_t keep[MOST_ROWS], rows = 0, kept = 0, num_runs = 0, num_last_runs = 0;
     float most[MOST_ROWS];
     for (int64_t s = 0; s < count; s++) {
         const int64_t length = segments[0], start = segments[1], wanted = segments[2], width = segments[3];
@@ -631,18 +786,16 @@ int64_t step(const Model *m, const int64_t *segments, int64_t count, float *logi
         if (m->num_slots && (source < 0 || source > m->num_slots || targets[rows + length - 1] < 0)) return 1;
         for (int64_t i = 0; i < length; i++) {
             if (ids[i] < 0 || ids[i] >= m->vocabulary) return 1;
-            if (adapter) {
-                Run *last = runs + num_runs - 1;
-                if (rows && tokens[rows - 1].adapter == adapter && last->count < RUN) last->count++;
-                else runs[num_runs++] = (Run){rows, 1};
-            }
             tokens[rows++] = (Token){ids[i], start + i, start + i + shift, tables, width, adapter};
+            num_runs = add_run(runs, num_runs, tokens, rows - 1);
         }
+        if (wanted) last[kept] = tokens[rows - 1], num_last_runs = add_run(last_runs, num_last_runs, last, kept);
         if (wanted) most[kept] = -INFINITY, best[kept] = INT64_MAX, keep[kept++] = rows - 1;
         segments = pairs + 2 * num_targets;
     }
     const Strides strides = {stretches, count, targets, m->convolved, m->gates, m->rates, m->decays};
-    Step step = {{0}, m, tokens, rows, runs, num_runs, keep, kept, logits, most, best, strides};
+    Step step = {{0},  m,    tokens,    rows,          runs,   num_runs, keep,
+                 kept, last, last_runs, num_last_runs, logits, most,     best, strides};
     run_threads(compute_step, &step, m->threads);
     return 0;
 }

@@ -15,7 +15,9 @@ typedef struct {
     int64_t is_normed;            /* whether the shares of a row's experts are divided by their sum */
     int64_t is_clamped;           /* whether gates and ups alternate, and neither is beyond `limit`: see `gated` */
     int64_t has_sigmoids;         /* whether shares are the sigmoids of routes, not their softmax */
+    int64_t has_gelu;             /* whether gates are GELU's, not SiLU's */
     const float *preferences;     /* [experts], added to shares where experts are chosen, and nowhere else; or NULL */
+    const float *factors;         /* [experts], of their shares; or NULL */
     float alpha, limit;
     float scale, least;           /* of the shares; what is added to the sum of a row's */
 } Mixture;
@@ -64,12 +66,16 @@ INLINE void choose_experts(const Mixture *m, int64_t row, const Room *room) {
     for (int64_t k = 0; k < m->used; k++) {
         float *share = room->shares + row * m->used + k;
         *share = *share / whole * m->scale;
+        if (m->factors) *share *= m->factors[room->chosen[row * m->used + k]];
     }
 }
 
-/* 16 numbers of the sums [2 I] of a slot: SiLU(gate) * up; clamped ones, gate * sigmoid(alpha * gate) * (up + 1). */
+/* 16 numbers of the sums [2 I] of a slot: SiLU(gate) * up, or GELU(gate) * up; clamped ones, gate * sigmoid(alpha * gate) * (up + 1). */
 INLINE __m512 gated(const Mixture *m, const float *sums, int64_t count, int64_t i, __mmask16 mask) {
-    if (!m->is_clamped) return _mm512_mul_ps(silu(load(sums, i, mask, 0)), load(sums, count + i, mask, 0));
+    if (!m->is_clamped) {
+        const __m512 own = load(sums, i, mask, 0);
+        return _mm512_mul_ps(m->has_gelu ? gelu(own) : silu(own), load(sums, count + i, mask, 0));
+    }
     float gates[16], ups[16];
     for (int64_t j = 0; j < 16; j++) {
         const int64_t at = i + j < count ? 2 * (i + j) : 0;

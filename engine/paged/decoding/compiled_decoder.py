@@ -16,14 +16,18 @@ from torch import Tensor
 
 from ...adapters.loaded import LowRank
 from ...adapters.low_rank import Part
+from ...cpu.layer_inputs import LayerInput
 from ...cpu.library import MOST_ROWS, PLAIN, Kernels, Product
+from ...cpu.low_rank import LowRankAddition
 from ...cpu.mixture import Room
 from ..attention import Rules
 from ..kv.kv_cache import Pool
 from ..packing import Computed, LayerGroup, Segment
+from .beside import Beside
 from .decoder import Decoder, Layer
-from .linear import Adaptable, Linear, known_product
-from .mixtures import Routed, router_of
+from .layer_inputs import CompiledInputs, compiled_input
+from .linear import Adaptable, known_product, known_products
+from .mixtures import Routed, used_of
 from .remembering import Remembering, slots_of
 
 _MOST_KEYS = 1024
@@ -36,18 +40,10 @@ RANK_UNIT = 16
 _FIRST_POSITIONS = 1024  # rotations computed at first; doubled whenever a step goes beyond
 
 _PARTS = {"qkv": 0, "delta_gates": 1, "rates": 2, "decays": 3, "output": 4, "gate": 5, "up": 6, "down": 7}
-_PARTS["share"] = 8
-_NUM_PARTS = 9  # of a layer that adapters may change, as in the source: those of `qkv` are up to three
+_PARTS |= {"share": 8, "input_gate": 9, "input_projection": 10}
+_NUM_PARTS = 11  # of a layer that adapters may change, as in the source: those of `qkv` are up to three
 
 _INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
-
-
-class _LowRank(ctypes.Structure):
-    _fields_: ClassVar = [
-        *((name, _POINTER) for name in ("a", "b")),
-        *((name, _INT) for name in ("rank", "start", "end")),
-        ("scale", _FLOAT),
-    ]
 
 
 class _Layer(ctypes.Structure):
@@ -55,22 +51,24 @@ class _Layer(ctypes.Structure):
         *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "head_norm")),
         *((name, _POINTER) for name in ("attention_after", "mlp_after", "cosines", "sines", "scales")),
         *((name, Product) for name in ("qkv", "output", "gate", "up", "down", "share")),
-        *((name, _POINTER) for name in ("mixture", "delta", "convolution", "sinks", "pool")),
+        *((name, _POINTER) for name in ("mixture", "beside", "delta", "convolution", "sinks", "pool")),
         *((name, _INT) for name in ("num_blocks", "window", "group", "has_gelu", "has_gates")),
-        *((name, _FLOAT) for name in ("epsilon", "mlp_epsilon", "head_epsilon", "scaling", "softcap")),
+        *((name, _INT) for name in ("num_q_heads", "num_kv_heads", "head_dim", "rotated")),
+        *((name, _INT) for name in ("num_parts", "norms_values", "norms_rows")),
+        ("input", LayerInput),
+        *((name, _FLOAT) for name in ("scalar", "epsilon", "mlp_epsilon", "head_epsilon", "scaling", "softcap")),
     ]
 
 
 class _Model(ctypes.Structure):
     _fields_: ClassVar = [
-        *((name, _INT) for name in ("half", "threads", "num_layers", "vocabulary")),
-        *((name, _INT) for name in ("embedding", "num_q_heads", "num_kv_heads", "head_dim")),
-        *((name, _INT) for name in ("rotated", "num_groups", "block_size", "num_slots")),
+        *((name, _INT) for name in ("half", "threads", "num_layers", "vocabulary", "embedding")),
+        *((name, _INT) for name in ("num_groups", "block_size", "reading", "num_slots")),
         *((name, _POINTER) for name in ("embeddings", "layers", "norm")),
         ("head", Product),
         *((name, _POINTER) for name in ("input", "mixed", "gated", "stream", "qkv", "gates")),
         *((name, _POINTER) for name in ("convolved", "rates", "decays", "shares")),
-        *((name, _POINTER) for name in ("levels", "room", "low", "after")),
+        *((name, _POINTER) for name in ("levels", "room", "low", "after", "beside", "layer_inputs")),
         ("most_rank", _INT),
         *((name, _FLOAT) for name in ("epsilon", "scale", "softcap")),
     ]
@@ -83,23 +81,25 @@ class CompiledDecoder:
         """One that `of` has found to fit."""
         self._decoder, self._kernels, self._dtype = decoder, kernels, dtype
         self._tensors: list[Tensor] = []  # kept alive: the structures hold their addresses
+        self._beside: list[Beside] = []  # of the layers that have it
+        self._replaced = decoder.replaced
         self._pools: Sequence[Pool] = ()
         self._context_length = context_length
         self._angles: dict[str | None, Tensor] = {}  # cosines and sines [2, P, D] of each kind; grown by `_reach`
         self._num_angles = 0  # P
         self._scales: list[Tensor] = []  # of queries, [P], if the model has any; set by `_reach`
         self._low = torch.empty(0)  # what adapters' first matrices make of the inputs; grown by `table`
-        first = next(layer for layer in decoder.layers if layer.state is None)
         head = known_product(decoder.head)
         self._products = known_products(decoder.linears())
         self._logits = torch.empty((MOST_ROWS, head.outputs))  # reused: allocating would cost each step 0.1 ms
         self._rows = [self._logits[:count] for count in range(MOST_ROWS + 1)]
         self._parts: list[Part | None] = []  # by layer, so many each; None where no adapter can change anything
-        self.routed = [self._route(layer) for layer in decoder.layers]
+        mixtures = (layer.mixture for layer in decoder.layers)
+        self.routed = [None if one is None else Routed(one, dtype, kernels) for one in mixtures]
         self.remembering: list[Remembering] = []  # of the layers that keep running states
         self._states: Tensor | None = None  # the first memory of the first of these; set by `_attach_states`
         self._layers = (_Layer * len(decoder.layers))()
-        self._attending: list[_Layer] = []
+        self._attending: list[tuple[int, _Layer]] = []  # each with the number of its keys and values
         for layer, routed, to in zip(decoder.layers, self.routed, self._layers, strict=True):
             self._fill(layer, routed, to)
         embedding = decoder.embedding.shape[1]
@@ -109,10 +109,7 @@ class CompiledDecoder:
             num_layers=len(self._layers),
             vocabulary=len(decoder.embedding),
             embedding=embedding,
-            num_q_heads=first.num_q_heads,
-            num_kv_heads=first.num_kv_heads,
-            head_dim=first.head_dim,
-            rotated=decoder.rotated,
+            reading=max(layer.index for layer in decoder.layers if layer.num_parts) + 1,
             embeddings=self._address(decoder.embedding.contiguous()),
             layers=ctypes.addressof(self._layers),
             norm=self._numbers(decoder.norm.weight),
@@ -123,21 +120,28 @@ class CompiledDecoder:
         )
         wide = max(known_product(layer.qkv).outputs for layer in decoder.layers)
         found = max(known_product(layer.output).inputs for layer in decoder.layers)
-        inner = max((known_product(layer.down).inputs for layer in decoder.layers if layer.is_gated), default=0)
+        gated = [known_product(layer.down).inputs for layer in decoder.layers if layer.is_gated]
+        inner = max((*gated, decoder.inputs.size if decoder.inputs is not None else 0))
         model.input, model.mixed, model.gated = (
             self._address(torch.zeros((MOST_ROWS, size), dtype=dtype)) for size in (embedding, found, inner)
         )
         levels = max(product.room(MOST_ROWS) for product in self._products)
         model.levels = self._address(torch.zeros(levels, dtype=torch.uint8))
         self._stream = torch.zeros((MOST_ROWS, embedding))
-        model.stream, model.after = self._address(self._stream), self._address(torch.zeros_like(self._stream))
-        model.qkv, model.gates = (self._address(torch.zeros((MOST_ROWS, size))) for size in (wide, max(inner, found)))
-        model.shares = self._address(torch.zeros((MOST_ROWS, 1)))
+        model.stream = self._address(self._stream)
+        model.after, model.beside, model.qkv, model.gates, model.shares = (
+            self._address(torch.zeros((MOST_ROWS, size))) for size in (embedding, embedding, wide, max(inner, found), 1)
+        )
         for delta in (one.delta for one in self.remembering[:1] if one.delta is not None):
             sizes = delta.convolution.num_channels, delta.num_values, delta.num_values
             model.convolved, model.rates, model.decays = (
                 self._address(torch.zeros((MOST_ROWS, size))) for size in sizes
             )
+        self.inputs: CompiledInputs | None = None  # the tokens' own for all layers, if there are any
+        if decoder.inputs is not None:
+            self.inputs = CompiledInputs(decoder.inputs, dtype, self._address)
+            model.layer_inputs = self.inputs.address
+            self._parts += getattr(decoder.inputs.projection, "parts", [None])
         self.room: Room | None = None  # of all mixtures, if there are any
         for routed in filter(None, self.routed):
             self.room = routed.experts.room(routed.used, dtype)
@@ -151,20 +155,20 @@ class CompiledDecoder:
         products = [linear.product for linear in decoder.linears()]
         if None in products:
             return None
-        attending = [layer for layer in decoder.layers if layer.state is None]
-        shapes = {(layer.num_q_heads, layer.num_kv_heads, layer.head_dim, *_sizes(layer)[:2]) for layer in attending}
+        if decoder.inputs is not None and len(decoder.inputs.embedding) < len(decoder.embedding):
+            return None
         states = {
             (one.memory[0].shape[1:], one.state_shape) for layer in decoder.layers if (one := layer.state) is not None
         }
-        gated = {_sizes(layer)[-3:] for layer in decoder.layers if layer.is_gated}
         mixtures = [layer.mixture for layer in decoder.layers if layer.mixture is not None]
         if not all(Routed.is_known(one, dtype, kernels) for one in mixtures):
             return None
-        mixed = {(router_of(one).top_k, one.experts.compiled.sizes) for one in mixtures}
-        if max(len(shapes), len(states), len(gated), len(mixed)) > 1:
+        mixed = {(used_of(one), one.experts.compiled.sizes) for one in mixtures}
+        if max(len(states), len(mixed)) > 1:
             return None
         compiled = cls(decoder, kernels, dtype, context_length)
-        for rule, layer in zip(rules, compiled._attending, strict=True):
+        for number, layer in compiled._attending:
+            rule = rules[number]
             layer.scaling, layer.softcap = rule.scaling, rule.softcap or 0
             if rule.sinks is not None:
                 layer.sinks = compiled._numbers(rule.sinks)
@@ -176,19 +180,20 @@ class CompiledDecoder:
         return any(product.kind != PLAIN for product in self._products)
 
     def attach(self, pools: Sequence[Pool], groups: Sequence[LayerGroup], group_of: Sequence[int], block: int) -> None:
-        """Use `pools`, one a layer that attends, from now on; `group_of` is each one's index in `groups`, `block` is in
-        tokens."""
+        """Use `pools`, one a layer that keeps keys and values, from now on; `group_of` is each one's index in `groups`,
+        `block` is in tokens."""
         self._pools, self._model.num_groups, self._model.block_size = pools, len(groups), block
-        for pool, layer, index in zip(pools, self._attending, group_of, strict=True):
+        for number, layer in self._attending:
+            pool, index = pools[number], group_of[number]
             layer.pool, layer.group, layer.num_blocks = pool.memory.data_ptr(), index, groups[index].num_blocks
             layer.window = groups[index].window or 1 << 62
 
-    def table(self, pairs: Mapping[str, LowRank]) -> ctypes.Array[_LowRank]:
+    def table(self, pairs: Mapping[str, LowRank]) -> ctypes.Array[LowRankAddition]:
         """What an adapter adds to each layer, as the kernels read it; valid as long as `pairs` exist.
 
         The columns of every `a` must be a multiple of `RANK_UNIT`.
         """
-        table = (_LowRank * len(self._parts))()
+        table = (LowRankAddition * len(self._parts))()
         for part, to in zip(self._parts, table, strict=True):
             if part is None:
                 continue
@@ -223,12 +228,14 @@ class CompiledDecoder:
         order: Sequence[int] = range(len(segments))
         if any(segment.adapter for segment in segments):  # rows of one adapter are computed together if adjacent
             order = sorted(order, key=lambda index: id(segments[index].adapter))
+        replaced = self._replaced
         for index in order:
             ids, start, tables, samples, _, adapter, state, shift, *_ = segments[index]
             address = ctypes.addressof(adapter.compiled) if adapter else 0
             source, targets = slots_of(state, len(ids), self._model.num_slots)
             numbers.extend((len(ids), start, samples, len(tables[0]), address, shift, source, len(targets) // 2))
-            numbers.extend(ids if chosen is None else [id if id >= 0 else max(known[~id], 0) for id in ids])
+            ids = ids if chosen is None else [id if id >= 0 else max(known[~id], 0) for id in ids]
+            numbers.extend([replaced.get(id, id) for id in ids] if replaced else ids)
             for table in tables:
                 numbers.extend(table)
             numbers.extend(targets)
@@ -241,22 +248,31 @@ class CompiledDecoder:
             raise IndexError(f"a token has no block, slot or place in the vocabulary of {self._model.vocabulary}")
         return Computed(self._rows[len(sampled)], sampled, best)
 
-    def part(self, segments: Sequence[Segment], inputs: Tensor, layers: range) -> tuple[Tensor, Tensor]:
+    def part(
+        self, segments: Sequence[Segment], inputs: Tensor, layers: range, own: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Run only `layers`, on `inputs` [T, E] instead of embeddings, and the head, to check each part by itself.
 
+        `own` [T, L, P] are the tokens' inputs for all layers, in a model that has some.
         Returns the logits and the residual stream in float32 [T, E], before the last norm.
         """
         model, embeddings = self._model, inputs.to(self._dtype).contiguous()
-        before = model.embeddings, model.vocabulary, model.layers, model.num_layers, model.scale
+        before = model.embeddings, model.vocabulary, model.layers, model.num_layers, model.scale, model.reading
+        self._replaced = {}  # numbers of inputs are no tokens
         ids = iter(range(len(inputs)))
         numbered = [segment._replace(tokens=[next(ids) for _ in segment.tokens]) for segment in segments]
         model.embeddings, model.vocabulary, model.num_layers = embeddings.data_ptr(), len(inputs), len(layers)
-        model.scale = 1
+        model.scale, model.reading = 1, len(self._layers)
+        if self.inputs is not None:
+            self.inputs.give(own)
         model.layers = ctypes.addressof(self._layers) + layers.start * ctypes.sizeof(_Layer)
         try:
             return self(numbered).logits.clone(), self._stream[: len(inputs)].clone()
         finally:
-            model.embeddings, model.vocabulary, model.layers, model.num_layers, model.scale = before
+            model.embeddings, model.vocabulary, model.layers, model.num_layers, model.scale, model.reading = before
+            self._replaced = self._decoder.replaced
+            if self.inputs is not None:
+                self.inputs.give(None)
 
     def choice(self, rows: int) -> tuple[Tensor, Tensor]:
         """The experts of so many rows in the last layer with a mixture, and their shares: [rows, K] each."""
@@ -265,17 +281,24 @@ class CompiledDecoder:
         return chosen, shares
 
     def _fill(self, layer: Layer, routed: Routed | None, to: _Layer) -> None:
-        to.attention_norm, to.epsilon = self._numbers(layer.attention_norm.weight), layer.attention_norm.epsilon
-        to.mlp_norm, to.mlp_epsilon = self._numbers(layer.mlp_norm.weight), layer.mlp_norm.epsilon
+        to.attention_norm, to.mlp_norm = (self._numbers(norm.weight) for norm in (layer.attention_norm, layer.mlp_norm))
+        to.epsilon = (layer.attention_after or layer.attention_norm).epsilon
+        to.mlp_epsilon = (layer.mlp_after or layer.mlp_norm).epsilon
         if layer.head_norm is not None:
-            to.head_norm, to.head_epsilon = self._numbers(layer.head_norm), layer.epsilon
+            values = [torch.ones_like(layer.head_norm[:1])] * layer.num_kv_heads if layer.norms_values else []
+            to.head_norm = self._numbers(torch.cat([layer.head_norm, *values]))
+            to.head_epsilon = layer.epsilon
         if layer.attention_after is not None and layer.mlp_after is not None:
             to.attention_after = self._numbers(layer.attention_after.weight)
             to.mlp_after = self._numbers(layer.mlp_after.weight)
         to.has_gelu, to.has_gates = layer.has_gelu, layer.has_gates
         to.qkv, to.output = known_product(layer.qkv), known_product(layer.output)
+        to.num_q_heads, to.num_kv_heads, to.head_dim = layer.num_q_heads, layer.num_kv_heads, layer.head_dim
+        to.num_parts, to.norms_values, to.norms_rows = layer.num_parts, layer.norms_values, layer.norms_rows
+        to.rotated, to.scalar = self._decoder.rotated[layer.kind] if layer.rotates else 0, layer.scalar
+        to.input = compiled_input(layer, self._address)
         if layer.state is None:
-            self._attending.append(to)
+            self._attending.append((layer.number, to))
         else:
             self.remembering.append(own_state := Remembering(layer, self._numbers))
             if own_state.delta is None:
@@ -284,6 +307,9 @@ class CompiledDecoder:
                 to.delta = ctypes.addressof(own_state.delta)
         if routed is not None:
             to.mixture = routed.address
+        if layer.beside is not None:
+            self._beside.append(layer.beside.compiled(self._numbers))
+            to.beside = ctypes.addressof(self._beside[-1])
         if layer.has_share:
             to.share = known_product(layer.share)
         if layer.is_gated:
@@ -299,9 +325,6 @@ class CompiledDecoder:
         if self.remembering and self._states is not self.remembering[0].module.memory[0]:
             (self._model.num_slots,) = {one.attach() for one in self.remembering}
             self._states = self.remembering[0].module.memory[0]
-
-    def _route(self, layer: Layer) -> Routed | None:
-        return None if layer.mixture is None else Routed(layer.mixture, self._dtype, self._kernels)
 
     def _reach(self, end: int) -> None:
         """Compute the rotations of all positions below `end`.
@@ -324,12 +347,3 @@ class CompiledDecoder:
     def _address(self, tensor: Tensor) -> int:
         self._tensors.append(tensor)
         return tensor.data_ptr()
-
-
-def known_products(linears: Sequence[Linear]) -> list[Product]:
-    """Those of them that have one."""
-    return [linear.product for linear in linears if linear.product is not None]
-
-
-def _sizes(layer: Layer) -> tuple[tuple[int, int], ...]:
-    return tuple((product.inputs, product.outputs) for product in known_products(layer.linears()))

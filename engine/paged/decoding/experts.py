@@ -20,6 +20,7 @@ from ...cpu.mixture import Clamp, Experts, Rooms
 from ...plain.mixture import ClampedExperts, by_expert
 from ...plain.mixture import Experts as PlainExperts
 from .linear import SILU, Linear
+from .structure import GELU
 
 MakeProduct = Callable[[Sequence[nn.Linear], str, bool], Linear]
 
@@ -39,7 +40,8 @@ def packing_experts(
 ) -> Iterator[PackedExperts]:
     """Put packed experts in the place of those of transformers' that are `chosen`; yields each when it is there."""
     rooms = Rooms()
-    num_used: int = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
+    config: Any = model.config.get_text_config()
+    num_used: int = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
     for name, parent in list(model.named_modules()):
         for own, module in list(parent.named_children()):
             if is_experts(module) and chosen(module):
@@ -67,7 +69,9 @@ class PackedExperts(nn.Module):
         has_norm = getattr(experts, "has_post_expert_norm", False)
         self._norm: Callable[[Tensor], Tensor] | None = experts.post_expert_norm if has_norm else None
         self._clamp = _clamp_of(experts)
-        self._is_known = experts.has_gate and not has_norm and (self._clamp is not None or _is_silu(experts))
+        self._has_gelu = self._clamp is None and type(getattr(experts, "act_fn", None)).__name__ in GELU
+        is_gated = self._clamp is not None or self._has_gelu or _is_silu(experts)
+        self._is_known = experts.has_gate and not has_norm and is_gated and _gates_as_usual(experts, self._clamp)
         self.compiled: Experts | None = None  # set by `compile`
         self._share = num_used / self._num_experts
         self.num_weights = 0
@@ -78,7 +82,7 @@ class PackedExperts(nn.Module):
         """Compute by the kernels from now on, if they know how."""
         inner, outer = ([product.product for product in products] for products in (self._inner, self._outer))
         if self._is_known:
-            self.compiled = Experts.of(inner, outer, self._clamp, kernels, rooms)
+            self.compiled = Experts.of(inner, outer, self._clamp, kernels, rooms, self._has_gelu)
 
     @property
     def pairs(self) -> list[tuple[Linear, Linear]]:
@@ -143,7 +147,11 @@ def _clamp_of(experts: Any) -> Clamp | None:
     return Clamp(experts.alpha, experts.limit) if is_clamped else None
 
 
-def _is_silu(experts: Any) -> bool:
-    """Whether the gates are SiLU's, before the ups, as transformers' own function has them."""
+def _gates_as_usual(experts: Any, clamp: Clamp | None) -> bool:
+    """Whether the gates are before the ups, as transformers' own function has them; clamped ones are in turns."""
     is_usual = isinstance(experts, PlainExperts) or type(experts)._apply_gate.__name__ == "_default_apply_gate"
-    return is_usual and (experts.act_fn is functional.silu or type(experts.act_fn).__name__ in SILU)
+    return clamp is not None or is_usual
+
+
+def _is_silu(experts: Any) -> bool:
+    return experts.act_fn is functional.silu or type(experts.act_fn).__name__ in SILU

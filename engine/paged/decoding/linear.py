@@ -67,6 +67,10 @@ class Linear(Protocol):
         ...
 
 
+MakeLinear = Callable[[Sequence[nn.Linear]], Linear]
+"""Makes one `Linear` of modules that share their input, outputs side by side; takes over the modules' memory."""
+
+
 class Unfused:
     """A product whose next operation is separate and in place: a subclass must return a tensor of its own."""
 
@@ -202,6 +206,11 @@ def known_product(linear: Linear) -> Product:
     """That of one which is known to have it."""
     assert linear.product is not None
     return linear.product
+
+
+def known_products(linears: Sequence[Linear]) -> list[Product]:
+    """Those of them that have one."""
+    return [linear.product for linear in linears if linear.product is not None]
 
 
 class Applied(nn.Module):

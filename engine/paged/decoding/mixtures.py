@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,14 +11,14 @@ from torch import Tensor
 
 from ...cpu.library import Kernels, Product
 from ...cpu.mixture import Choosing, Mixture
+from .beside import MixtureBeside
 from .experts import PackedExperts
 from .linear import make_packed
 from .precision import in_float32
 
-_WITH_SIGMOIDS = {"Lfm2MoeTopKRouter"}
-"""The names of routers whose shares are sigmoids, with a bias for each expert that counts in the choice alone."""
-
-_LEAST = 1e-6  # what these add to the sum of a row's shares
+_WITH_SIGMOIDS = {"Lfm2MoeTopKRouter": ("expert_bias", 1e-6), "MiniMaxM2TopKRouter": ("e_score_correction_bias", 0.0)}
+"""The names of routers whose shares are sigmoids; what their mixture calls a number for each expert that counts in the
+choice alone, and what they add to the sum of a row's shares."""
 
 
 class Routed:
@@ -27,16 +28,23 @@ class Routed:
         """`module` is the model's own, and `is_known`."""
         self.gate, self.packed = router_of(module), module.experts
         self.experts, self.kernels = self.packed.compiled, kernels
-        self.used: int = self.gate.top_k
-        weight, bias = self.gate.weight.detach().to(dtype), getattr(self.gate, "bias", None)
+        self.used = used_of(module)
+        self.prepare: Callable[[Tensor], Tensor] = module.norm if isinstance(module, MixtureBeside) else (lambda h: h)
+        routing = self.gate.proj if isinstance(module, MixtureBeside) else self.gate
+        weight, bias = routing.weight.detach().to(dtype), getattr(routing, "bias", None)
         self._router = make_packed(weight, None if bias is None else bias.detach(), kernels)
         self._given: tuple[Tensor | None, ...] = ()  # what the router is called with besides
         self.choosing = Choosing(self.used, bool(getattr(self.gate, "norm_topk_prob", True)))  # others' always are
-        if type(self.gate).__name__ in _WITH_SIGMOIDS:
-            preferences = module.expert_bias.detach().float().contiguous() if self.gate.use_expert_bias else None
+        if (kind := type(self.gate).__name__) in _WITH_SIGMOIDS:
+            name, least = _WITH_SIGMOIDS[kind]
+            own: Tensor | None = getattr(module, name, None)
+            preferences = None if own is None else own.detach().float().contiguous()
             self._given = (preferences,)
-            scale = float(self.gate.routed_scaling_factor)
-            self.choosing = Choosing(self.used, self.choosing.is_normed, True, preferences, scale, _LEAST)
+            scale = float(getattr(self.gate, "routed_scaling_factor", 1))
+            self.choosing = Choosing(self.used, self.choosing.is_normed, True, preferences, scale, least)
+        if isinstance(module, MixtureBeside):
+            factors = self.gate.per_expert_scale.detach().float().contiguous()
+            self.choosing = Choosing(self.used, True, factors=factors)
         router: Product | None = self._router.product
         assert router is not None
         self.mixture: Mixture = self.experts.mixture(router, self.choosing)
@@ -47,6 +55,8 @@ class Routed:
         gate, packed = router_of(module), module.experts
         if not isinstance(packed, PackedExperts) or packed.compiled is None or not packed.compiled.take(dtype):
             return False
+        if isinstance(module, MixtureBeside):
+            return bool(kernels.take(dtype, packed.compiled.sizes.outer))
         if not {name for name, _ in (*gate.named_parameters(), *gate.named_buffers())} <= {"weight", "bias"}:
             return False
         sizes = packed.compiled.sizes[:2]
@@ -65,6 +75,13 @@ class Routed:
     def address(self) -> int:
         """Where the kernels find it."""
         return ctypes.addressof(self.mixture)
+
+
+def used_of(module: Any) -> int:
+    """How many experts a row passes."""
+    gate = router_of(module)
+    used: int = gate.config.top_k_experts if isinstance(module, MixtureBeside) else gate.top_k
+    return used
 
 
 def router_of(module: Any) -> Any:

@@ -21,9 +21,10 @@ from ..attention import MatmulAttention, Rules
 from ..kv.kv_cache import LayerSpec
 from ..packing import LayerGroup, PackedStep, Segment, pack
 from ..state.probes import moved, slots_of
-from .compiled_decoder import CompiledDecoder, known_products
-from .decoder import Attention, Decoder, advance
-from .linear import Unfused
+from .compiled_decoder import CompiledDecoder
+from .decoder import Decoder, advance
+from .heads import Attention
+from .linear import Unfused, known_products
 from .mixtures import Routed
 
 _NUMBERS = 1 << 20  # of a weight that are converted to float32 at a time, so that they stay in the cache
@@ -85,11 +86,15 @@ def differences(
 
     silent = [segment._replace(samples=False) for segment in probes]
     exact = decoder.embed(step.ids).float()
+    own = reference.inputs(step.ids, exact)
+    if own is not None and candidate.inputs is not None:
+        candidate(silent)
+        note("the inputs of all layers", own.flatten(1), candidate.inputs.made(len(own)), _LAYER[dtype])
     for index, routed in enumerate(candidate.routed):
         given = exact.to(dtype)
-        _, compiled = candidate.part(silent, given, range(index, index + 1))
+        _, compiled = candidate.part(silent, given, range(index, index + 1), own)
         choice = None if routed is None else Choice(routed, *candidate.choice(len(given)))
-        right, exact = reference.advance(index, given.float(), exact, choice)
+        right, exact = reference.advance(index, given.float(), exact, choice, own)
         if choice is not None:
             note(f"the choice of experts in layer {index}", *choice.shares_of_all, _LAYER[dtype])
         note(f"layer {index}", right - given.float(), compiled - given.float(), _LAYER[dtype])
@@ -165,7 +170,7 @@ class Choice:
         is_tie = is_other & (last - least <= _CLOSE * routes[:count].std(-1))
         self.shares_of_all = right[:count][~is_tie], own[~is_tie]
         right[:count][is_tie] = own[is_tie]
-        mixed = torch.zeros_like(h)
+        mixed, h = torch.zeros_like(h), self._routed.prepare(h)
         for part, products in zip(right.T, self._routed.packed.pairs, strict=True):
             if len(visits := part.nonzero()[:, 0]):
                 inner, outer = (_Exact(known, dtype, self._routed.kernels) for known in known_products(products))
@@ -199,14 +204,27 @@ class _Reference:
         make, slots = self._attention.pack_group, 2 * self._num_slots
         self._step = pack(twice, self._groups, setting.block_size, device, make, num_slots=slots)
         self._rotations = decoder.angles(self._step.positions, torch.float32)
+        self._pools: dict[int, Any] = {}  # by the numbers of the layers, which others may attend to
 
-    def advance(self, index: int, first: Tensor, second: Tensor, choice: Choice | None) -> tuple[Tensor, Tensor]:
+    def inputs(self, ids: Tensor, x: Tensor) -> Tensor | None:
+        """The tokens' own inputs for all layers, [T, L, P], if the model has any."""
+        if self._decoder.inputs is None:
+            return None
+        own: Any = copy(self._decoder.inputs)
+        own.projection = self._exact(own.projection.product)
+        made: Tensor = own(self._decoder.read(ids), x)
+        return made
+
+    def advance(
+        self, index: int, first: Tensor, second: Tensor, choice: Choice | None, own: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Run one layer on two residual streams [T, E]: what they are after it. `choice` is for the first."""
         found = torch.empty(2 * len(first), first.shape[1])
-        found[self._rows] = self._advance(index, torch.cat((first, second))[self._rows], choice)
+        inputs = None if own is None else own[:, index].repeat(2, 1)[self._rows]
+        found[self._rows] = self._advance(index, torch.cat((first, second))[self._rows], choice, inputs)
         return found[: len(first)], found[len(first) :]
 
-    def _advance(self, index: int, x: Tensor, choice: Choice | None) -> Tensor:
+    def _advance(self, index: int, x: Tensor, choice: Choice | None, inputs: Tensor | None) -> Tensor:
         layer: Any = copy(self._decoder.layers[index])
         for name in layer.names:
             setattr(layer, name, self._exact(getattr(layer, name).product))
@@ -216,7 +234,7 @@ class _Reference:
             layer.qkv = _Kept(layer.qkv.product, self._setting.dtype)
         if choice is not None:
             layer.mixture = partial(choice.mix, self._rows, self._setting.dtype)
-        return advance(layer, x, self._rotations[layer.kind], self._attend, self._step.states)
+        return advance(layer, x, self._rotations[layer.kind], self._attend, self._step.states, inputs)
 
     def head(self, x: Tensor) -> Tensor:
         logits = self._exact(self._decoder.head.product)(self._decoder.norm(x))
@@ -227,7 +245,9 @@ class _Reference:
         assert product is not None
         return _Exact(product, self._setting.dtype)
 
-    def _attend(self, index: int, query: Tensor, keys_values: Tensor) -> Tensor:
+    def _attend(self, index: int, query: Tensor, keys_values: Tensor | None) -> Tensor:
         setting, group = self._setting, self._setting.group_of[index]
-        pool = self._attention.pool(setting.specs[index], self._groups[group].num_blocks)
-        return self._attention.attend(self._step.groups[group], pool, query, keys_values, setting.rules[index])
+        if keys_values is not None:
+            self._pools[index] = self._attention.pool(setting.specs[index], self._groups[group].num_blocks)
+        step, pool = self._step.groups[group], self._pools[index]
+        return self._attention.attend(step, pool, query, keys_values, setting.rules[index])

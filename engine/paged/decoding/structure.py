@@ -25,27 +25,56 @@ _NAMES = {  # of LFM2's modules; others have these
     "out_proj": "o_proj",
 }
 BODY = {"embed_tokens", "layers", "norm", "rotary_emb"}
+INPUTS = {"embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"}
+"""What the body of a model has besides whose layers get inputs of their own."""
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _AROUND = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}  # and another meaning of the one above
+_BEHIND = {"self_attn", "mlp", "post_attention_layernorm", "post_feedforward_layernorm"}  # norms of what is added
+_LAYER_INPUT = {"per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm", "act_fn"}
+_BESIDE = {"router", "experts", "pre_feedforward_layernorm_2"}
+_BESIDE |= {"post_feedforward_layernorm_1", "post_feedforward_layernorm_2"}  # a mixture beside the layer's own product
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_HEAD_NORMS = {"q_norm", "k_norm"}
+_SHARING = {"q_proj", "o_proj", "q_norm"}  # of a layer that attends to an earlier one's keys and values
+_WITH_VALUE_NORM = _ATTENTION | _HEAD_NORMS | {"v_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _DELTA_NET = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "o_proj", "norm"}
 _SHORT_CONVOLUTION = {"in_proj", "o_proj"}
 GELU = {"GELUTanh"}  # the name of transformers' class
 OFFSET = {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm"}
 """The names of norms whose weights are to be added to 1."""
+WIDE = OFFSET | {"Gemma4RMSNorm"}
+"""The names of norms that multiply in float32."""
+_SEEING = {"Gemma4Model"}
+"""The names of bodies with a language model that computes text as it does alone."""
 _MIXTURES = {"gate", "experts"}, {"router", "experts"}
 _SHARED = {"gate", "experts", "shared_expert", "shared_expert_gate"}
+
+
+def body_of(model: Any) -> Any:
+    """What of a model has the layers of text; None where it is built otherwise."""
+    body: Any = getattr(model, "model", None)
+    return body.language_model if type(body).__name__ in _SEEING else body
+
+
+def replaced(model: Any) -> dict[int, int]:
+    """Tokens that stand for what a text has not, and those that take their place in the model."""
+    if type(model.model).__name__ not in _SEEING:
+        return {}
+    ids = (getattr(model.config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
+    return dict.fromkeys((id for id in ids if id is not None), model.config.text_config.pad_token_id)
 
 
 def scale_of(norm: Any) -> Tensor:
     """What a norm multiplies by."""
     weight: Tensor = norm.weight
-    return 1 + weight.float() if type(norm).__name__ in OFFSET else weight
+    if type(norm).__name__ in OFFSET:
+        return 1 + weight.float()
+    return weight.float() if type(norm).__name__ in WIDE else weight
 
 
 def epsilon_of(norm: Any) -> float:
-    epsilon: float = norm.eps if type(norm).__name__ in OFFSET else norm.variance_epsilon
+    epsilon: float = norm.eps if type(norm).__name__ in WIDE else norm.variance_epsilon
     return epsilon
 
 
@@ -54,8 +83,24 @@ def has_gates(attention: Any) -> bool:
     return bool(attention.q_proj.out_features == 2 * part(attention, "o_proj").in_features)
 
 
+def norms_rows(attention: Any) -> bool:
+    """Whether queries are normalised together, and not head by head; so are the keys."""
+    norm = part(attention, "q_norm")
+    return norm is not None and len(norm.weight) == part(attention, "o_proj").in_features != attention.head_dim
+
+
+def rotates(attention: Any) -> bool:
+    """Whether queries and keys are rotated: some layers know no positions."""
+    if type(attention).__name__ == "Exaone4Attention":
+        return attention.sliding_window is None or bool(attention.is_sliding)
+    return bool(getattr(attention, "use_rope", True))
+
+
 def is_plain(layer: Any) -> bool:
     own = children(layer)
+    if own == _BEHIND and _is_on_cpu(layer) and _is_gated(layer.mlp):
+        norms = [layer.post_attention_layernorm, layer.post_feedforward_layernorm]
+        return all(map(_is_norm, norms)) and _attends_plainly(layer.self_attn)
     if not {"mlp", "input_layernorm", "post_attention_layernorm"} <= own:
         return False
     mlp = part(layer, "mlp")
@@ -65,7 +110,7 @@ def is_plain(layer: Any) -> bool:
             own - {"linear_attn"} == _LAYER - {"self_attn"}
             and _is_delta_net(layer.linear_attn)
             and (_is_gated(mlp) or _is_mixture(mlp))
-            and all(_is_offset(norm) for norm in norms)
+            and all(_is_wide(norm) for norm in norms)
         )
     if "conv" in own:
         return (
@@ -75,21 +120,32 @@ def is_plain(layer: Any) -> bool:
             and (_is_gated(mlp) or _is_mixture(mlp))
             and all(hasattr(norm, "variance_epsilon") for norm in norms)
         )
+    if own >= _LAYER_INPUT and type(layer.act_fn).__name__ in GELU:
+        norms.append(layer.post_per_layer_input_norm)
+        own -= _LAYER_INPUT
+    if own == _LAYER | _AROUND | _BESIDE:
+        norms += [getattr(layer, name) for name in sorted(_BESIDE) if "layernorm" in name]
+        own -= _BESIDE
     around = _AROUND if own == _LAYER | _AROUND and _is_on_cpu(layer) and _is_gated(mlp) else set[str]()
     if own - around != _LAYER or not (_is_gated(mlp) or _is_mixture(mlp)):
         return False
-    attention = layer.self_attn
-    if not children(attention) >= _ATTENTION:  # latent attention, for example
+    norms += [part(layer, name) for name in around]
+    return all(map(_is_norm, norms)) and _attends_plainly(layer.self_attn)
+
+
+def _attends_plainly(attention: Any) -> bool:
+    own = children(attention)
+    if own in (_SHARING, _WITH_VALUE_NORM, _WITH_VALUE_NORM - {"v_proj"}):
+        if not _is_on_cpu(attention) or ("v_norm" in own and attention.v_norm.with_scale):
+            return False
+    elif own not in (_ATTENTION, _ATTENTION | _HEAD_NORMS):  # latent attention, for example
         return False
-    extra = children(attention) - _ATTENTION
-    norms += [*(part(layer, name) for name in around), *(part(attention, name) for name in extra)]
-    head_dim = attention.head_dim
-    return (
-        extra in (set(), {"q_norm", "k_norm"})
-        and all(hasattr(norm, "variance_epsilon") or _is_offset(norm) for norm in norms)
-        and all(len(part(attention, name).weight) == head_dim for name in extra)
-        and (not has_gates(attention) or _is_on_cpu(attention))
-    )
+    is_wide = norms_rows(attention)
+    for name in own & _HEAD_NORMS:
+        size = part(attention, f"{name[0]}_proj").out_features if is_wide else attention.head_dim
+        if not _is_norm(norm := part(attention, name)) or len(norm.weight) != size:
+            return False
+    return not (is_wide or has_gates(attention) or not rotates(attention)) or _is_on_cpu(attention)
 
 
 def _is_delta_net(module: Any) -> bool:
@@ -114,8 +170,12 @@ def _is_mixture(mlp: Any) -> bool:
     return (own in _MIXTURES or (own == _SHARED and _is_gated(mlp.shared_expert))) and _is_on_cpu(mlp)
 
 
-def _is_offset(norm: nn.Module) -> bool:
-    return type(norm).__name__ in OFFSET and _is_on_cpu(norm)
+def _is_wide(norm: nn.Module) -> bool:
+    return type(norm).__name__ in WIDE and _is_on_cpu(norm)
+
+
+def _is_norm(norm: nn.Module) -> bool:
+    return hasattr(norm, "variance_epsilon") or _is_wide(norm)
 
 
 def _is_on_cpu(module: nn.Module) -> bool:

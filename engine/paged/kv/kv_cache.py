@@ -82,7 +82,7 @@ class SlicedPool(Pool):
         super().__init__(zeros((2 * spec.num_heads, num_blocks, block_size * spec.size), dtype, device), axis=1)
         self._slots = self.memory.view(2 * spec.num_heads, -1, spec.size)
         self._rows = self.memory.view(-1, block_size * spec.size)
-        self._size = spec.size
+        self._size, self.num_heads = spec.size, spec.num_heads
 
     def write(self, slots: Tensor, keys_values: Tensor) -> None:
         """Store [2 H, T, D] at slots [T]."""

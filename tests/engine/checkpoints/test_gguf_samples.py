@@ -26,7 +26,10 @@ from penstock.engine.sizing import footprint
 from penstock.schemas.errors import ModelLoadError
 
 FOLDER = Path(__file__).parent / "samples"
-COMPILED = ("lfm2", "lfm2_moe", "ministral3", "seed_oss")  # with levels and without
+COMPILED = {  # with levels and without
+    *("exaone4", "gemma4", "gemma4_moe", "lfm2", "lfm2_moe"),
+    *("minimax_m2", "ministral3", "olmo3", "seed_oss"),
+}
 
 
 def sample(name: str) -> Gguf:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.paged.decoding import cuda_layers as on_cuda
-from penstock.engine.paged.decoding.decoder import Angles, Layer, through
+from penstock.engine.paged.decoding.decoder import Layer, through
+from penstock.engine.paged.decoding.heads import Angles
 from penstock.engine.paged.decoding.linear import Views
 from penstock.engine.vision.tower import Seen
 
@@ -21,7 +23,7 @@ def norm(size: int) -> SimpleNamespace:
     return SimpleNamespace(weight=torch.rand(size) + 0.5, variance_epsilon=1e-5)
 
 
-def layer(head_dim: int, number: int, *, has_head_norms: bool) -> Layer:
+def layer(head_dim: int, before: Sequence[Layer], *, has_head_norms: bool) -> Layer:
     def linear(inputs: int, outputs: int) -> nn.Linear:
         return nn.Linear(inputs, outputs, bias=False).requires_grad_(False)
 
@@ -39,7 +41,7 @@ def layer(head_dim: int, number: int, *, has_head_norms: bool) -> Layer:
         gate_proj=linear(SIZE, WIDE), up_proj=linear(SIZE, WIDE), down_proj=linear(WIDE, SIZE), act_fn=nn.SiLU()
     )
     norms = {"input_layernorm": norm(SIZE), "post_attention_layernorm": norm(SIZE)}
-    return Layer(SimpleNamespace(self_attn=attention, mlp=mlp, **norms), Views, None, number)
+    return Layer(SimpleNamespace(self_attn=attention, mlp=mlp, **norms), Views, None, before)
 
 
 @pytest.mark.parametrize("has_head_norms", [False, True])
@@ -49,7 +51,9 @@ def layer(head_dim: int, number: int, *, has_head_norms: bool) -> Layer:
 def test_layers_compute_what_torch_does(head_dim: int, num_deep: int, *, has_head_norms: bool) -> None:
     torch.manual_seed(head_dim)
     with torch.device(DEVICE):
-        own = [layer(head_dim, number, has_head_norms=has_head_norms) for number in range(2)]
+        own: list[Layer] = []
+        for _ in range(2):
+            own.append(layer(head_dim, own, has_head_norms=has_head_norms))
         x, turns = torch.randn(3, SIZE), torch.rand(1, 3, head_dim // 2) * 6
         half = turns.sin()
         angles = Angles(turns.cos().repeat(1, 1, 2), torch.cat((-half, half), dim=-1))
@@ -57,7 +61,8 @@ def test_layers_compute_what_torch_does(head_dim: int, num_deep: int, *, has_hea
         seen = Seen(rows, torch.empty(0), [torch.randn(2, SIZE)] * num_deep) if num_deep else None
     given: list[Tensor] = []
 
-    def attention(index: int, query: Tensor, keys_values: Tensor) -> Tensor:
+    def attention(index: int, query: Tensor, keys_values: Tensor | None) -> Tensor:
+        assert keys_values is not None
         given.append(torch.cat((query, keys_values)).clone())
         return query.transpose(0, 1).flatten(1) * (index + 1)
 

@@ -11,19 +11,23 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
     GptOssConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
     MixtralConfig,
+    Olmo3Config,
     Qwen2MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 from penstock.engine.cpu import variants
@@ -41,7 +45,11 @@ from penstock.engine.paged.runner import Runner
 compiled = pytest.mark.skipif(not set(cpu_flags().split()) >= KERNEL_FLAGS, reason="the kernels need AVX2")
 
 
-def make_model(dtype: torch.dtype = torch.bfloat16, spread: float = 0.02, kind: Any = LlamaConfig) -> Any:
+BESIDE: dict[str, Any] = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 64}
+"""Of a Gemma 4 with experts beside each layer's own product."""
+
+
+def make_model(dtype: torch.dtype = torch.bfloat16, spread: float = 0.02, kind: Any = LlamaConfig, **more: Any) -> Any:
     """Random; with a large `spread` its layers make every rounding larger, as those of real models do."""
     torch.manual_seed(0)
     shape: dict[str, Any] = {
@@ -64,17 +72,34 @@ def make_model(dtype: torch.dtype = torch.bfloat16, spread: float = 0.02, kind: 
         shape |= {"layer_types": ["conv", "conv", "full_attention"] * 2}
     if kind is Lfm2MoeConfig:
         shape |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "routed_scaling_factor": 1.5}
-    config = kind(**shape, num_key_value_heads=2, num_hidden_layers=6, initializer_range=spread)
+    if kind in (
+        Olmo3Config,
+        Exaone4Config,
+        SmolLM3Config,
+    ):  # the second and the third have a layer that does not rotate
+        shape |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    if kind is Gemma4TextConfig:  # the layers 1 and 5 attend to all; 4 and 5 have no keys; those of 1 are values, too
+        shape |= {
+            "layer_types": [*["sliding_attention", "full_attention"], *["sliding_attention"] * 3, "full_attention"]
+        }
+        shape |= {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+        shape |= {"hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 170, "num_kv_shared_layers": 2}
+        shape |= {"use_double_wide_mlp": True, "final_logit_softcapping": 2.0}
+    config = kind(**shape, **more, num_key_value_heads=2, num_hidden_layers=6, initializer_range=spread)
     make: Any = AutoModelForCausalLM.from_config
     model = make(config, attn_implementation=ATTENTION, dtype=dtype).eval()
     for name, parameter in model.named_parameters():
         if "norm" in name:
             nn.init.uniform_(parameter, 0.5, 1.5)
+        elif name.endswith(("router.scale", "per_expert_scale")):
+            nn.init.uniform_(parameter, 0.5, 2)
         elif "experts" in name or "sinks" in name or ".router." in name or name.endswith("gate.weight"):
             nn.init.normal_(parameter, std=spread)
     for name, buffer in model.named_buffers():
         if name.endswith("expert_bias"):
             nn.init.uniform_(buffer, -0.5, 0.5)
+        if name.endswith("layer_scalar"):
+            nn.init.uniform_(buffer, 0.4, 0.8)
     return model
 
 
@@ -88,13 +113,21 @@ def run(model: Any, offered: Kernels | None, method: str | None = None) -> Runne
     "kind",
     [
         *(LlamaConfig, MixtralConfig, Qwen3MoeConfig, GptOssConfig),
-        *(GemmaConfig, Gemma2Config, Gemma3TextConfig, Qwen3_5TextConfig),
+        *(GemmaConfig, Gemma2Config, Gemma3TextConfig, Gemma4TextConfig, Qwen3_5TextConfig),
         *(Qwen3_5MoeTextConfig, Qwen2MoeConfig, Lfm2Config, Lfm2MoeConfig),
+        *(Olmo3Config, Exaone4Config, SmolLM3Config),
     ],
 )
 def test_a_model_that_makes_roundings_larger_is_compiled(kind: Any, method: str | None) -> None:
     spread = 0.3 if kind in (GptOssConfig, GemmaConfig) else 0.6  # those gates enlarge more
     made = run(make_model(spread=spread, kind=kind), load_kernels(), method)
+    assert made.uncompiled == "" and made._compiled is not None
+
+
+@compiled
+@pytest.mark.parametrize("method", [None, "int8", "int4"])
+def test_a_gemma_4_with_experts_is_compiled(method: str | None) -> None:
+    made = run(make_model(spread=0.6, kind=Gemma4TextConfig, **BESIDE), load_kernels(), method)
     assert made.uncompiled == "" and made._compiled is not None
 
 
@@ -199,6 +232,138 @@ def test_what_is_wrong_in_a_model_like_gemma_is_refused_and_named(
     assert f"from float32 in {part}, more than" in made.uncompiled
 
 
+def change_input(name: str, value: float) -> Callable[[CompiledDecoder], None]:
+    return lambda decoder: setattr(decoder._layers[3].input, name, value)
+
+
+def change_inputs(name: str, value: float) -> Callable[[CompiledDecoder], None]:
+    def change(decoder: CompiledDecoder) -> None:
+        assert decoder.inputs is not None
+        setattr(decoder.inputs._inputs, name, value)
+
+    return change
+
+
+def lose_norm_of_values(decoder: CompiledDecoder) -> None:
+    decoder._layers[3].norms_values = False
+
+
+def attend_to_others(decoder: CompiledDecoder) -> None:
+    decoder._layers[4].pool = decoder._layers[2].pool
+
+
+def normalise_values_as_keys(decoder: CompiledDecoder) -> None:
+    layer = decoder._layers[1]
+    weights = decoder._numbers(torch.full((layer.num_q_heads + 2, layer.head_dim), 0.8))
+    layer.head_norm = weights
+
+
+@compiled
+@pytest.mark.parametrize("method", [None, "int8"])
+@pytest.mark.parametrize(
+    "break_, part",
+    [
+        (change_inputs("scale", 2), "the inputs of all layers"),
+        (change_inputs("sum_scale", 1), "the inputs of all layers"),
+        (change_input("start", 0), "layer 3"),
+        (change_input("norm", 0), "layer 3"),
+        (scale("scalar", 1.5), "layer 3"),
+        (lose_norm_of_values, "layer 3"),
+        (attend_to_others, "layer 4"),
+        (normalise_values_as_keys, "layer 1"),
+    ],
+    ids=lambda one: getattr(one, "__name__", None),
+)
+def test_what_is_wrong_in_a_layer_like_gemma_4s_is_refused_and_named(
+    break_: Callable[[CompiledDecoder], None], part: str, method: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaking(break_, monkeypatch)
+    made = run(make_model(spread=0.2, kind=Gemma4TextConfig), load_kernels(), method)
+    assert made._compiled is None
+    assert f"from float32 in {part}, more than" in made.uncompiled
+
+
+def forget_factors(decoder: CompiledDecoder) -> None:
+    routed(decoder, 3).mixture.factors = None
+
+
+def take_another_gate_in_experts(decoder: CompiledDecoder) -> None:
+    routed(decoder, 3).mixture.has_gelu = False
+
+
+def exchange_norms(one: str, other: str) -> Callable[[CompiledDecoder], None]:
+    return lambda decoder: setattr(decoder._beside[3], one, getattr(decoder._beside[3], other))
+
+
+@compiled
+@pytest.mark.parametrize(
+    "break_, part",
+    [
+        (forget_factors, "the choice of experts in layer 3"),
+        (exchange_norms("router_norm", "norm"), "the choice of experts in layer 3"),
+        (take_another_gate_in_experts, "layer 3"),
+        (exchange_norms("norm", "after"), "layer 3"),
+        (exchange_norms("after", "product_after"), "layer 3"),
+        (exchange_norms("product_after", "after"), "layer 3"),
+    ],
+    ids=lambda one: getattr(one, "__name__", None),
+)
+def test_what_is_wrong_in_experts_beside_a_product_is_refused_and_named(
+    break_: Callable[[CompiledDecoder], None], part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaking(break_, monkeypatch)
+    made = run(make_model(spread=0.2, kind=Gemma4TextConfig, **BESIDE), load_kernels())
+    assert made._compiled is None
+    assert f"from float32 in {part}, more than" in made.uncompiled
+
+
+def test_tokens_without_inputs_for_the_layers_are_not_compiled() -> None:
+    """A table with fewer tokens than the vocabulary: their numbers would be read behind it."""
+    model = make_model(kind=Gemma4TextConfig)
+    table = model.model.embed_tokens_per_layer
+    table.weight = nn.Parameter(table.weight[:-1], requires_grad=False)
+    made = run(model, load_kernels())
+    assert made._compiled is None and "does not support the shapes" in made.uncompiled
+
+
+def normalise_heads_apart(decoder: CompiledDecoder) -> None:
+    decoder._layers[3].norms_rows = False
+
+
+def lose_norm_of_attention(decoder: CompiledDecoder) -> None:
+    decoder._layers[3].attention_after = None
+
+
+def normalise_before(decoder: CompiledDecoder) -> None:
+    decoder._layers[3].mlp_norm = decoder._layers[3].mlp_after
+
+
+def rotate_all(decoder: CompiledDecoder) -> None:
+    decoder._layers[3].rotated = decoder._layers[2].rotated
+
+
+@compiled
+@pytest.mark.parametrize(
+    "break_, kind",
+    [
+        (normalise_heads_apart, Olmo3Config),
+        (lose_norm_of_attention, Olmo3Config),
+        (normalise_before, Olmo3Config),
+        (lose_norm_of_attention, Exaone4Config),
+        (rotate_all, Exaone4Config),
+        (rotate_all, SmolLM3Config),
+    ],
+    ids=lambda one: getattr(one, "__name__", None),
+)
+def test_what_is_wrong_in_a_layer_with_norms_behind_it_or_without_positions_is_refused_and_named(
+    break_: Callable[[CompiledDecoder], None], kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaking(break_, monkeypatch)
+    made = run(make_model(spread=0.2, kind=kind), load_kernels())
+    assert made._compiled is None
+    assert "from float32 in layer 3, more than" in made.uncompiled
+
+
 def take_other_inputs(decoder: CompiledDecoder) -> None:
     decoder.remembering[1].convolution.taps = decoder.remembering[2].convolution.taps
 
@@ -230,7 +395,7 @@ def read_others(part: str, name: str) -> Callable[[CompiledDecoder], None]:
 
 
 def rotate_less(decoder: CompiledDecoder) -> None:
-    decoder._model.rotated //= 2
+    decoder._layers[3].rotated //= 2
 
 
 @compiled
