@@ -169,6 +169,8 @@ def _add_error_handlers(app: FastAPI) -> None:
         response = error_response(ErrorBody.of(error))
         if error.status in (409, 507) or error.code == NO_SPACE:
             response.headers["x-should-retry"] = "false"  # else the official client retries twice
+        if error.status == 415:
+            response.headers["accept-encoding"] = "identity"  # RFC 9110, 15.5.16
         if error.code == "body_timeout":
             response.headers["connection"] = "close"  # the rest of the body must not keep it open
         return response

@@ -11,6 +11,8 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 def unframed(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
     """The application, for one request that uvicorn would answer in chunks; it closes the connection by itself."""
 
+    cycle.waiting_for_100_continue = False  # an interim answer, which HTTP/1.0 does not know either
+
     async def without_chunks(scope: Scope, receive: Receive, send: Send) -> None:
         is_bare = False
 

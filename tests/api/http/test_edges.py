@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -65,10 +66,18 @@ def test_a_compressed_body_is_refused_as_that(applications: Applications) -> Non
     response = applications.run(ask(applications.apps[0], "POST", "/v1/completions", gzip.compress(b"{}"), headers))
     assert (response.status, response.error["code"]) == (415, "unsupported_media_type")
     assert "'gzip'; send it without compression" in response.error["message"]
-    plain = applications.run(
-        ask(applications.apps[0], "POST", "/v1/completions", BODY, headers | {"Content-Encoding": "identity"})
-    )
-    assert plain.status == 200
+    assert response.headers["accept-encoding"] == "identity"
+    for none in ("identity", "Identity", ""):
+        headers["Content-Encoding"] = none
+        assert applications.run(ask(applications.apps[0], "POST", "/v1/completions", BODY, headers)).status == 200
+
+
+def test_a_body_that_windows_wrote_is_read(applications: Applications) -> None:
+    body = b"\xef\xbb\xbf" + json.dumps(BODY).encode()
+    headers = {"Content-Type": "application/json"}
+    assert applications.run(ask(applications.apps[0], "POST", "/v1/completions", body, headers)).status == 200
+    again = b"\xef\xbb\xbf" + body
+    assert applications.run(ask(applications.apps[0], "POST", "/v1/completions", again, headers)).status == 400
 
 
 def test_a_method_that_is_not_taken_comes_with_those_that_are(applications: Applications) -> None:

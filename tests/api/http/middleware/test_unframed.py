@@ -83,6 +83,14 @@ async def test_whole_answers_and_heads_are_as_before() -> None:
         assert response.status == 200 and body.startswith(b"{") and body.endswith(b"}")
 
 
+async def test_no_interim_answer_is_sent() -> None:
+    async with Server.run() as server:
+        wire = await server.wire()
+        await wire.send(as_old(request("POST", "/v1/completions", b"[]", Expect="100-continue")))
+        response, _ = parsed(await wire.ended())
+        assert response.status == 400
+
+
 async def test_those_that_know_chunks_get_them() -> None:
     async with Server.run() as server:
         wire = await server.wire()
