@@ -56,11 +56,11 @@ def test_a_subject_with_more_than_a_lane(pipeline: Pipeline, lane: str) -> None:
     bad, broker, subjects = job(), pipeline.pipe.broker, pipeline.pipe.subjects
 
     async def scene() -> Event:
-        heard: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
+        heard: asyncio.Queue[Event] = asyncio.Queue()
         where = subjects.events("other", "default", str(bad.id))
-        listening = await broker.listen(where, lambda m: heard.done() or heard.set_result(codec.decode_event(m.data)))
+        listening = await broker.listen(where, lambda m: heard.put_nowait(codec.decode_event(m.data)))
         await broker.publish(f"{subjects.root}.jobs.{lane}", codec.encode(bad), message_id=str(bad.id))
-        event = await heard
+        event = await heard.get()
         await listening.close()
         return event
 

@@ -202,8 +202,8 @@ class Connection(HttpToolsProtocol):
         self._end()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        is_old = cycle.scope["http_version"] == "1.0"
-        super()._start_asgi_task(cycle, unframed(app, cycle) if is_old else app)
+        own: Any = unframed(app, cycle) if cycle.scope["http_version"] == "1.0" else app
+        super()._start_asgi_task(cycle, own)
 
     @property
     def _busy(self) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -17,11 +18,15 @@ NARROW = {"PYTHONIOENCODING": "ascii"}
 FULL = Path("/dev/full")
 
 
-def run(*arguments: str | bytes, given: bytes | None = None, output: Any = subprocess.PIPE, **more: str) -> Any:
+def run(
+    *arguments: str | bytes,
+    given: bytes = b"",
+    output: Any = subprocess.PIPE,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> subprocess.CompletedProcess[bytes]:
     command = [sys.executable, "-m", "penstock", *arguments]
-    own = {"env": os.environ | more, "stdout": output, "stderr": subprocess.PIPE, "timeout": 60}
-    source = {"stdin": subprocess.DEVNULL} if given is None else {"input": given}
-    return subprocess.run(command, check=False, **own, **source)  # type: ignore[call-overload]
+    own = os.environ | dict(environment)
+    return subprocess.run(command, input=given, stdout=output, stderr=subprocess.PIPE, env=own, timeout=60, check=False)
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="no device that is always full")
@@ -35,24 +40,24 @@ def test_a_full_disk_is_said_in_a_line(command: str) -> None:
 
 @pytest.mark.parametrize("command", [("serve", "--help"), ("chat", "--help"), ("schema",)])
 def test_a_narrow_encoding_loses_characters_alone(command: tuple[str, ...]) -> None:
-    ended = run(*command, **NARROW)
+    ended = run(*command, environment=NARROW)
     assert (ended.returncode, ended.stderr) == (0, b"") and len(ended.stdout) > 200
 
 
 @pytest.mark.parametrize(
     ("arguments", "given", "environment", "said"),
     [
-        ((b"caf\xe9 \xc3\xbc",), None, {}, "caf\ufffd ü"),
-        (("Gr\u00fc\u00dfe \U0001f642",), None, {}, "Grüße 🙂"),
-        (("Gr\u00fc\u00dfe \U0001f642",), None, NARROW, "Gr??e ?"),
+        ((b"caf\xe9 \xc3\xbc",), b"", {}, "caf\ufffd ü"),
+        (("Gr\u00fc\u00dfe \U0001f642",), b"", {}, "Grüße 🙂"),
+        (("Gr\u00fc\u00dfe \U0001f642",), b"", NARROW, "Gr??e ?"),
         ((), b"caf\xe9 \xc3\xbc", {}, "caf\ufffd ü"),
     ],
     ids=["bytes", "text", "narrow", "input"],
 )
 def test_a_chat_takes_and_shows_what_it_can(
-    echo_server: Served, arguments: tuple[str | bytes, ...], given: bytes | None, environment: dict[str, str], said: str
+    echo_server: Served, arguments: tuple[str | bytes, ...], given: bytes, environment: dict[str, str], said: str
 ) -> None:
-    ended = run("chat", "--url", echo_server.url, *arguments, given=given, **environment)
+    ended = run("chat", "--url", echo_server.url, *arguments, given=given, environment=environment)
     assert (ended.returncode, ended.stderr) == (0, b"")
     assert said in ended.stdout.decode()
 

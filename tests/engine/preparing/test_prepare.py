@@ -113,7 +113,7 @@ def test_many_tools_are_taken_and_the_strict_ones_held_to_their_schemas(
 
     def tool(number: int, strict: bool = False) -> dict[str, Any]:
         properties = {f"{name}_{number}": {"type": "string"} for name in ("path", "query", "limit", "format")}
-        parameters = {"type": "object", "properties": properties}
+        parameters: dict[str, Any] = {"type": "object", "properties": properties}
         if strict:
             parameters |= {"required": list(properties), "additionalProperties": False}
         function = {"name": f"mcp__server__tool_{number}", "parameters": parameters, "strict": strict}
