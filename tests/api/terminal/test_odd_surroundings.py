@@ -65,7 +65,9 @@ def test_a_chat_takes_and_shows_what_it_can(
 @pytest.fixture
 def homeless(echo_server: Served) -> Iterator[Terminal]:
     command = [sys.executable, "-m", "penstock", "chat", "--url", echo_server.url]
-    terminal = Terminal(command, os.environ | {"PENSTOCK_STATE_DIR": "/dev/null/state", "TERM": "xterm"})
+    terminal = Terminal(
+        command, os.environ | {"PENSTOCK_STATE_DIR": "/dev/null/state", "TERM": "xterm", "COLUMNS": "200"}
+    )
     yield terminal
     terminal.end()
 
