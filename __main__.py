@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import os
 import sys
 from typing import Annotated, ClassVar
@@ -11,6 +14,8 @@ import typer
 from . import __version__
 from .api.serve.ahead import await_environment, start_ahead
 from .api.terminal.lazy import CommandEntry, LazyGroup
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 COMMANDS = (
     CommandEntry(
@@ -177,12 +182,30 @@ def _hold_standard_files() -> None:
     sys.stderr = sys.stderr or os.fdopen(2, "w")
 
 
+def _take_any_text() -> None:
+    """Read and write what the encoding of the terminal or locale lacks as question marks, instead of failing there."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
 def main() -> None:
     """Entry point of the console script."""
     _hold_standard_files()
+    _take_any_text()
     await_environment(next(entry for entry in COMMANDS if entry.name == "worker").load)
     start_ahead(sys.argv[1:])
-    app(prog_name="penstock")
+    try:
+        try:
+            app(prog_name="penstock")
+        finally:
+            with contextlib.suppress(BrokenPipeError):
+                sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or else Python tries again to write what is left
+        sys.exit(f"error: {error.filename or 'The output'} cannot be written: {os.strerror(error.errno)}.")
 
 
 if __name__ == "__main__":

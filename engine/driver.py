@@ -120,11 +120,15 @@ class Driver:
 
     def close(self, timeout: float | None) -> bool:
         """Cancel what runs, free the model and end the thread. Returns whether it ended within `timeout` seconds."""
+        self.close_soon()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def close_soon(self) -> None:
+        """`close`, without waiting; any thread that collects garbage may call it, the engine's own included."""
         with self._changed:
             self._closing = True
             self._changed.notify()
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
 
     def _main(self, load: Callable[[], Backend], loaded: Future[Backend]) -> None:
         try:

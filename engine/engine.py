@@ -7,6 +7,7 @@ import base64
 import logging
 import time
 import uuid
+import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -69,6 +70,7 @@ class InferenceEngine:
         else:
             with loading_bar(f"loading {config.model}", progress) as report:
                 self._driver = driver(partial(load_backend, config, report), config.stall_timeout)
+        weakref.finalize(self, self._driver.close_soon).atexit = False  # as `close`, where nobody has it any more
         self._backend = self._driver.backend
         self.sight = sight_of(self._backend, config)
         self._prompts = Prompts(self._backend, self.sight)
@@ -218,7 +220,7 @@ class InferenceEngine:
         params, tokenizer, matcher, make = request.params, self.tokenizer, self._grammars.matcher, self._plug_ins.make
         own = enumerate((matcher(params), make(params, tokenizer, request.prompt)) for _ in range(params.n))
         choices = [Choice(request, index, tokenizer, info, grammar, adapter, more) for index, (grammar, more) in own]
-        handle = RequestHandle(request, partial(self._driver.cancel_choices, choices))
+        handle = RequestHandle(request, lambda: self._driver.cancel_choices(choices))  # which keeps the engine
         self._driver.submit(choices, handle)
         self._num_requests += 1
         self._num_prompt_tokens += len(request.prompt)

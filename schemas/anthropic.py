@@ -19,6 +19,7 @@ from .anthropic_blocks import (
     Block,
     ImageBlock,
     Marked,
+    RedactedThinkingBlock,
     TextBlock,
     Texts,
     ThinkingBlock,
@@ -147,6 +148,8 @@ class CountRequest(Body):
             yield "thinking.display"
         if self.output_config and self.output_config.task_budget:
             yield "output_config.task_budget"
+        if any(isinstance(block, RedactedThinkingBlock) for message in self.messages for block in message.content):
+            yield "messages[].content[redacted_thinking]"
         for tool in self.tools or ():
             if isinstance(tool, ServerTool):
                 yield f"tools[{tool.type}]"
@@ -220,6 +223,8 @@ def _chat_messages(system: list[TextBlock], messages: list[InputMessage]) -> lis
                     _parts(_turn(chat, "user")).append(block.part)
                 case ThinkingBlock(), "assistant":
                     _add(chat, "assistant", "reasoning", block.thinking)
+                case RedactedThinkingBlock(), "assistant":
+                    pass  # no other model can read them
                 case ToolUseBlock(), "assistant":
                     called.add(block.id)
                     function = {"name": block.name, "arguments": orjson.dumps(block.input).decode()}

@@ -55,6 +55,13 @@ class ThinkingBlock(Marked):
     signature: str
 
 
+class RedactedThinkingBlock(Marked):
+    """Thoughts that Anthropic's models alone can read, in the history of a session that one of them began."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
 class ToolUseBlock(Marked):
     type: Literal["tool_use"]
     id: Annotated[str, Field(min_length=1)]
@@ -106,12 +113,13 @@ Block = Annotated[
     Annotated[TextBlock, Tag("<text>")]
     | Annotated[ImageBlock, Tag("<image>")]
     | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")],
     Discriminator(
         lambda block: f"<{block.get('type')}>" if isinstance(block, dict) else None,
         custom_error_type="block_type",
-        custom_error_message="Input should be a block of type text, image, thinking, tool_use or tool_result; "
-        "documents and server tools are not supported",
+        custom_error_message="Input should be a block of type text, image, thinking, redacted_thinking, "
+        "tool_use or tool_result; documents and server tools are not supported",
     ),
 ]

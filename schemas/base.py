@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 MAX_TOOL_NAME = 128  # characters
+MAX_TOOLS = 1024  # of a request; a grammar over so many takes two seconds to compile
 TOOL_NAME_PATTERN = rf"^[A-Za-z0-9_.-]{{1,{MAX_TOOL_NAME}}}$"
 
 ToolName = Annotated[str, Field(pattern=TOOL_NAME_PATTERN)]

@@ -21,6 +21,7 @@ MOST_FAULTS = 20  # that a refusal names
 MOST_FAULT = 300  # characters of each
 MOST_LISTED = 1_000  # faults; pydantic lists all or none, and so many take milliseconds
 _PIECE = 1 << 16  # bytes scanned before other threads get a turn
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # An escape in a string: of a pair of surrogates, of one alone, or any other.
 _ESCAPE = re.compile(rb"\\(?:u(?:d[89ab]..\\ud[c-f]..|(d[89a-f]..))|.)", re.IGNORECASE | re.DOTALL)
 
@@ -29,9 +30,11 @@ def load_json(raw: bytes) -> Any:
     """Parse a JSON document. Raises `ValueError` with a sentence that lacks its subject, as in "is not valid JSON".
 
     An escape that is half a character, as JavaScript writes of a text cut in the middle of an emoji, stands for
-    the replacement character: agents repeat their history, so one such text would end their session.
+    the replacement character: agents repeat their history, so one such text would end their session. A byte order mark,
+    which editors and shells on Windows write in front, is passed over, as RFC 8259 (8.1) allows.
     """
     check_size(raw)
+    raw = raw.removeprefix(_BYTE_ORDER_MARK)
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:

@@ -12,7 +12,6 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...config.api_keys import Keys
@@ -48,6 +47,7 @@ from .models.adapters import add_adapters
 from .models.catalogue import CatalogueRoutes
 from .models.states import ModelRoutes
 from .openapi import complete
+from .paths import advice, methods, without_slash
 from .preparers import Preparers
 from .requests import Gateway
 from .responses import add_responses
@@ -73,7 +73,7 @@ def create_app(
 
     Raises `ConfigurationError` for malformed API keys.
     """
-    app = FastAPIOffline(title="Penstock", version=version, license_info={"name": "Apache-2.0"})
+    app = FastAPIOffline(title="Penstock", version=version, license_info={"name": "Apache-2.0"}, redirect_slashes=False)
     _add_error_handlers(app)
     _add_middleware(app, settings, bridge)
     preparers = Preparers(registry, ImageLimits.of(settings))
@@ -169,6 +169,8 @@ def _add_error_handlers(app: FastAPI) -> None:
         response = error_response(ErrorBody.of(error))
         if error.status in (409, 507) or error.code == NO_SPACE:
             response.headers["x-should-retry"] = "false"  # else the official client retries twice
+        if error.status == 415:
+            response.headers["accept-encoding"] = "identity"  # RFC 9110, 15.5.16
         if error.code == "body_timeout":
             response.headers["connection"] = "close"  # the rest of the body must not keep it open
         return response
@@ -195,12 +197,12 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def http(request: Request, error: HTTPException) -> Response:
         headers = dict(error.headers or {})
         if error.status_code == 405:
-            headers["Allow"] = ", ".join(_methods(request))
+            headers["Allow"] = ", ".join(methods(request))
             text, code = f"this path has only the methods {headers['Allow']}.", "method_not_allowed"
         else:
-            intended = _intended(request)
-            advice = f"{intended} is one, so correct the client's base URL." if intended else "see /docs for the list."
-            text, code = f"no such path; {advice}", "not_found"
+            if (redirection := without_slash(request)) is not None:
+                return redirection
+            text, code = f"no such path; {advice(request)}", "not_found"
         text = f"{request.method} {request.url.path}: {text}"
         response = error_response(ErrorBody(error.status_code, text, "invalid_request_error", code))
         response.headers.update(headers)
@@ -216,18 +218,3 @@ def _add_error_handlers(app: FastAPI) -> None:
                 "internal_error",
             )
         )
-
-
-def _methods(request: Request, path: str | None = None) -> list[str]:
-    """The methods of a request's path, or another one, over all of its routes."""
-    scope = request.scope if path is None else {**request.scope, "path": path}
-    routes = [route for route in request.app.routes if isinstance(route, Route)]
-    found = (route.methods or () for route in routes if route.matches(scope)[0] != Match.NONE)
-    return sorted(set().union(*found))
-
-
-def _intended(request: Request) -> str | None:
-    """The path that was meant, if the client's base URL lacks /v1, or has it once too often."""
-    path = request.url.path
-    intended = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
-    return intended if request.method in _methods(request, intended) else None

@@ -137,8 +137,8 @@ async def read_body(request: Request, limit: int, patience: float) -> bytes:
     Raises `DeadlineExceeded`, `NotJson` where it is compressed, and `PayloadTooLarge`, the last after reading on a
     while, so that the client can read the response.
     """
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding.lower() != "identity":
+    encoding = request.headers.get("content-encoding", "")
+    if encoding.strip().lower() not in ("", "identity"):
         raise NotJson(f"The body's Content-Encoding is {encoding[:40]!r}; send it without compression.")
     too_large = PayloadTooLarge(f"The body exceeds {limit} bytes, the limit of the setting max_body_size.")
     declared = request.headers.get("content-length", "")

@@ -104,6 +104,7 @@ def add_responses(app: FastAPI, gateway: Gateway) -> None:
     routes = ResponseRoutes(gateway)
     app.post("/v1/responses", tags=["openai"], openapi_extra=documented(ResponsesRequest))(routes.create)
     app.post("/v1/responses/compact", include_in_schema=False)(routes.compact)
+    app.post("/v1/responses/input_tokens", include_in_schema=False)(routes.input_tokens)
     app.get(path, tags=["openai"], responses=STREAMED | refusals(400, 404, 503))(routes.retrieve)
     app.delete(path, tags=["openai"], responses=refusals(404, 503))(routes.delete)
     app.post(f"{path}/cancel", tags=["openai"], responses=refusals(400, 404, 503))(routes.cancel)
@@ -133,6 +134,13 @@ class ResponseRoutes(Routes):
     async def compact(self) -> Any:
         raise StreamNotFound(
             "Penstock does not compact responses; send the items that the model still needs as the input of a new one.",
+            code="not_found",
+        )
+
+    async def input_tokens(self) -> Any:
+        raise StreamNotFound(
+            "Penstock does not count the tokens of a response's input; ask /tokenize with the messages, or "
+            "/v1/messages/count_tokens.",
             code="not_found",
         )
 

@@ -75,6 +75,11 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def as_text(argument: str) -> str:
+    """An argument of the command line as Unicode: bytes that Python could not decode are read as UTF-8, if they are."""
+    return argument.encode(errors="surrogateescape").decode(errors="replace")
+
+
 @contextlib.contextmanager
 def fatal_errors(exit_code: int = 2) -> Iterator[None]:
     """Turn a `Fatal` into its message on standard error, with a line for each fault, and an exit code."""

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError
 
+from ..base import MAX_TOOLS
 from ..bounds import MOST_LISTED, listed
 from ..errors import InvalidRequest
 from ..jobs import Endpoint, Priority
@@ -34,7 +35,6 @@ from .prompts import Prompt, as_list
 
 Kind = TypeVar("Kind", bound=Body)
 
-MAX_TOOLS = 128
 TIERS: dict[str, Priority] = {"priority": "high", "auto": "normal", "default": "normal", "flex": "low"}
 
 

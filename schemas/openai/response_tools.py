@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from ..base import ToolName, tool_name
+from ..base import MAX_TOOLS, ToolName, tool_name
 from ..errors import InvalidRequest
 from ..jobs import TOKEN_PATTERN
 from ..loops import LoopTool, Source
@@ -190,7 +190,7 @@ class AllowedTools(Body):
                 by_type("tool_kind", "a tool of type function or mcp"),
             ]
         ],
-        Field(min_length=1),
+        Field(min_length=1, max_length=MAX_TOOLS),
     ]
 
 

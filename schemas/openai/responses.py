@@ -12,12 +12,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, Tag, ValidationError
 
+from ..base import MAX_TOOLS
 from ..errors import InvalidRequest
 from ..jobs import Priority, SubjectToken
 from ..loops import LoopTool, Source
 from ..params import GenerationParams
 from .chat import Body, JsonSchema, ModelName, Unsupported
-from .completions import MAX_TOOLS, TIERS, parse_body, refusal
+from .completions import TIERS, parse_body, refusal
 from .items import InputItem, by_type
 from .response_tools import (
     AllowedTools,
@@ -233,8 +234,8 @@ class ResponsesRequest(Body):
         """The tools that the model sees, and the chat's `tool_choice`."""
         match self.tool_choice:
             case AllowedTools(mode=mode, tools=choices):
-                covered = [chosen(tools, choice) for choice in choices]
-                return [tool for tool in tools if any(tool in some for some in covered)], mode if first else "auto"
+                covered = {id(tool) for choice in choices for tool in chosen(tools, choice)}
+                return [tool for tool in tools if id(tool) in covered], mode if first else "auto"
             case ChosenFunction() | ChosenMcp() as choice if first:
                 found = chosen(tools, choice)
                 if choice.name is None:

@@ -162,7 +162,7 @@ class Validate(Stage):
         if re.fullmatch(TOKEN_PATTERN, tenant) is None:
             raise InvalidRequest("A tenant's name may hold only letters, digits, '_' and '-'.", param="tenant")
         for known in get_args(Priority):
-            if priority == known:
+            if priority == known and message.subject == self.pipe.subjects.jobs(priority, tenant):
                 return known, tenant
         raise InvalidRequest(self._right_subject(), param="priority")
 
@@ -174,7 +174,7 @@ class Validate(Stage):
         try:
             return codec.decode_model(Job, message.data, message.headers.get(SCHEMA))
         except DecodeError as error:
-            raise InvalidRequest(f"The job is malformed: {error}.", code="malformed_job") from None
+            raise InvalidRequest(f"The job is malformed: {str(error).rstrip('.')}.", code="malformed_job") from None
 
     async def _validate(
         self, job: Job, endpoint: Endpoint, message: Message, priority: Priority, tenant: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -229,6 +230,28 @@ async def test_closing_cancels_what_runs() -> None:
     assert deltas[-1].finish_reason == "cancelled"
     with pytest.raises(GenerationFailed, match="the engine has stopped"):
         engine.generate("abc", GenerationParams())
+
+
+async def test_an_engine_that_nobody_has_any_more_ends() -> None:
+    """A notebook's cell that makes an engine is run again and again, and each has the memory of a model."""
+
+    class Watched(EchoBackend):
+        closed = threading.Event()
+
+        def close(self) -> None:
+            self.closed.set()
+
+    engine = InferenceEngine(CONFIG, backend=Watched(CONFIG))
+    handle = engine.open(request())
+    del engine
+    gc.collect()
+    deltas: list[Delta] = []
+    while not handle.finished:
+        deltas += await handle.take()
+    assert deltas[-1].finish_reason != "cancelled"  # a request that runs keeps its engine
+    del handle
+    gc.collect()
+    assert await asyncio.to_thread(Watched.closed.wait, 10)
 
 
 async def test_closing_gives_up_after_its_time() -> None:

@@ -50,6 +50,25 @@ def test_a_deadline_that_is_none(pipeline: Pipeline) -> None:
     assert failed.error.message == "The header Penstock-Deadline must be a time in Unix seconds."
 
 
+@pytest.mark.parametrize("lane", ["normal.default.high.other", "normal.default.other"])
+def test_a_subject_with_more_than_a_lane(pipeline: Pipeline, lane: str) -> None:
+    """The broker stores it, and its end alone names a priority and a tenant: that of somebody else's queue."""
+    bad, broker, subjects = job(), pipeline.pipe.broker, pipeline.pipe.subjects
+
+    async def scene() -> Event:
+        heard: asyncio.Queue[Event] = asyncio.Queue()
+        where = subjects.events("other", "default", str(bad.id))
+        listening = await broker.listen(where, lambda m: heard.put_nowait(codec.decode_event(m.data)))
+        await broker.publish(f"{subjects.root}.jobs.{lane}", codec.encode(bad), message_id=str(bad.id))
+        event = await heard.get()
+        await listening.close()
+        return event
+
+    failed = pipeline.runner.run(scene())
+    assert isinstance(failed, Failed)
+    assert failed.error.message.startswith(f"Publish a job on the subject {subjects.root}.jobs.<priority>.<tenant>, ")
+
+
 @pytest.mark.parametrize("lane", ["urgent.default", "High.default", "normal", "a.b.c"])
 def test_a_subject_that_no_lane_takes(pipeline: Pipeline, lane: str) -> None:
     """Whoever publishes hears so at once, and whoever waits for the request's events does, too."""

@@ -16,13 +16,14 @@ from typing import Any
 import httptools
 import structlog
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.utils import get_remote_addr
 from uvicorn.server import ServerState
 
 from ....config.settings import Settings
 from ....schemas.events import ErrorBody
 from ..answers import error_response
+from .unframed import unframed
 from .upgrades import reading_on
 
 log = structlog.get_logger(__name__)
@@ -199,6 +200,10 @@ class Connection(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         self._end()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        own: Any = unframed(app, cycle) if cycle.scope["http_version"] == "1.0" else app
+        super()._start_asgi_task(cycle, own)
 
     @property
     def _busy(self) -> bool:

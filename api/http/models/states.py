@@ -59,6 +59,7 @@ class ModelRoutes:
         errors = refusals(400, 403, 404, 408, 409, 413, 500, 503)
         for path in ("/models", "/v1/models"):
             app.get(path, tags=["openai"])(self.models)
+            app.head(path, include_in_schema=False)(self.models)
         app.get("/models/sse", tags=["models"], response_class=StreamingResponse, responses=STREAMED)(self.news)
         app.get("/v1/models/status", tags=["models"])(self.status)
         app.get("/v1/models/{name:path}", tags=["openai"], responses=refusals(404))(self.model)
@@ -75,7 +76,9 @@ class ModelRoutes:
         }
 
     async def model(self, name: str) -> Any:
-        """One model, by its name or an alias, or one adapter."""
+        """One model, by its name or an alias, or one adapter; all of them where no name follows the slash."""
+        if not name:
+            return await self.models()
         card, states = await self._preparers.card(name), await self._states()
         found = [each for each in self._adapted(card, states) if each["id"] == name]
         return found[0] if found else self._described(card, states)

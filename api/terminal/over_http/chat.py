@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from ....config.sources import load
-from ..options import ApiKey, ServerUrl, fatal_errors
+from ..options import ApiKey, ServerUrl, as_text, fatal_errors
 from .chat_client import ChatError, ask, models, server_at
 
 PROMPT, MORE = "\001\033[1;36m\002> \001\033[0m\002", ". "
@@ -48,11 +48,20 @@ def chat(
             raise ChatError(f"{server.base_url} serves no model yet; try again in a moment.")
         if model not in (None, *served):
             raise ChatError(f"{server.base_url} does not serve {model}; choose one of: {', '.join(served)}.")
-        talk = Talk(server, model or next(iter(served)), system)
+        talk = Talk(server, model or next(iter(served)), system and as_text(system))
         if prompt is not None:
-            talk.ask(prompt)
+            talk.ask(as_text(prompt))
         else:
             talk.converse(settings.state_dir / "chat_history")
+
+
+def _keep(history: Path) -> None:
+    import readline
+
+    try:
+        readline.write_history_file(history)
+    except OSError as error:
+        print(f"The history was not kept in {history}: {error.strerror}.", file=sys.stderr)
 
 
 class Talk:
@@ -86,11 +95,15 @@ class Talk:
         which only the user can read."""
         import readline  # affects every `input` of the process
 
-        history.parent.mkdir(parents=True, exist_ok=True)
-        history.touch(0o600)
-        readline.read_history_file(history)
-        readline.set_history_length(1000)
-        atexit.register(readline.write_history_file, history)
+        try:
+            history.parent.mkdir(parents=True, exist_ok=True)
+            history.touch(0o600)
+            readline.read_history_file(history)
+        except OSError as error:
+            self._note(f"without a history: {history} cannot be written ({error.strerror})")
+        else:
+            readline.set_history_length(1000)
+            atexit.register(_keep, history)
         self._note(f"{self._model} at {self._server.base_url}; /help shows the commands, Ctrl-D ends")
         while True:
             try:

@@ -20,7 +20,7 @@ from ....streams.stores.registry import Registry
 from ....streams.topology import Subjects
 from ...bridge.bridge import Bridge
 from ...serve.connecting import connected
-from ..options import with_settings
+from ..options import as_text, with_settings
 
 
 @with_settings
@@ -38,7 +38,7 @@ def submit(
 
     Uses the broker of a `penstock serve` on this machine; --nats-url names another.
     """
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = sys.stdin.read() if prompt == "-" else as_text(prompt)
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, "temperature": temperature}
     given: dict[str, object] = {name: value for name, value in body.items() if value is not None}
     failure = asyncio.run(_submit(loaded, given, ask, priority, tenant, as_events=events))

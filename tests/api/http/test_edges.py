@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -49,11 +50,15 @@ def test_every_answer_has_an_id_of_our_own(
     assert all(re.fullmatch("(req|cmpl)-[0-9a-f]{32}", id) for id in ids)
 
 
-@pytest.mark.parametrize("path", ["/health", "/health/ready", "/health/live"])
+@pytest.mark.parametrize("path", ["/", "/health", "/health/ready", "/health/live", "/models", "/v1/models"])
 def test_monitors_may_ask_with_head(applications: Applications, path: str) -> None:
     asked, got = (applications.run(ask(applications.apps[0], method, path)) for method in ("HEAD", "GET"))
     assert asked.status == got.status and asked.status in (200, 503)
     assert asked.headers["content-length"] == got.headers["content-length"]
+
+
+def test_metrics_may_be_asked_for_with_head(applications: Applications) -> None:
+    assert applications.run(ask(applications.apps[0], "HEAD", "/metrics")).status == 200
 
 
 def test_a_compressed_body_is_refused_as_that(applications: Applications) -> None:
@@ -61,25 +66,43 @@ def test_a_compressed_body_is_refused_as_that(applications: Applications) -> Non
     response = applications.run(ask(applications.apps[0], "POST", "/v1/completions", gzip.compress(b"{}"), headers))
     assert (response.status, response.error["code"]) == (415, "unsupported_media_type")
     assert "'gzip'; send it without compression" in response.error["message"]
-    plain = applications.run(
-        ask(applications.apps[0], "POST", "/v1/completions", BODY, headers | {"Content-Encoding": "identity"})
-    )
-    assert plain.status == 200
+    assert response.headers["accept-encoding"] == "identity"
+    for none in ("identity", "Identity", ""):
+        headers["Content-Encoding"] = none
+        assert applications.run(ask(applications.apps[0], "POST", "/v1/completions", BODY, headers)).status == 200
+
+
+def test_a_body_that_windows_wrote_is_read(applications: Applications) -> None:
+    body = b"\xef\xbb\xbf" + json.dumps(BODY).encode()
+    headers = {"Content-Type": "application/json"}
+    assert applications.run(ask(applications.apps[0], "POST", "/v1/completions", body, headers)).status == 200
+    again = b"\xef\xbb\xbf" + body
+    assert applications.run(ask(applications.apps[0], "POST", "/v1/completions", again, headers)).status == 400
 
 
 def test_a_method_that_is_not_taken_comes_with_those_that_are(applications: Applications) -> None:
     response = applications.run(ask(applications.apps[0], "PUT", "/generate"))
     assert (response.status, response.headers["allow"], response.error["code"]) == (405, "POST", "method_not_allowed")
-    for path, methods in (("/v1/streams/x", "DELETE, GET"), ("/v1/files", "GET, POST"), ("/v1/models", "GET")):
+    for path, methods in (("/v1/streams/x", "DELETE, GET"), ("/v1/files", "GET, POST"), ("/v1/models", "GET, HEAD")):
         response = applications.run(ask(applications.apps[0], "PATCH", path))
         assert (response.status, response.headers["allow"]) == (405, methods)
         assert methods in response.error["message"]
 
 
 def test_paths_have_the_names_that_others_give_them(applications: Applications) -> None:
-    for path, other in (("/models", "/v1/models"), ("/health", "/health/ready")):
+    for path, other in (("/models", "/v1/models"), ("/v1/models/", "/v1/models"), ("/health", "/health/ready")):
         found, expected = (applications.run(ask(applications.apps[0], "GET", name)) for name in (path, other))
         assert (found.status, found.body) == (expected.status, expected.body)
+
+
+@pytest.mark.parametrize("query", ["", "?tenant=default"])
+def test_a_slash_at_the_end_is_led_to_the_path(applications: Applications, query: str) -> None:
+    """The redirection names no host: behind a proxy that speaks TLS, the bridge would name the wrong scheme."""
+    response = applications.run(ask(applications.apps[0], "POST", f"/v1/completions/{query}", BODY))
+    assert (response.status, response.headers["location"]) == (307, f"/v1/completions{query}")
+    assert applications.run(ask(applications.apps[0], "POST", response.headers["location"], BODY)).status == 200
+    assert applications.run(ask(applications.apps[0], "GET", "/v1/completions/")).status == 404
+    assert applications.run(ask(applications.apps[0], "GET", "//evil.example/v1/files/")).status == 404
 
 
 def test_a_conflict_is_not_tried_again(applications: Applications) -> None:

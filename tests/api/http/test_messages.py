@@ -416,6 +416,28 @@ def test_fields_that_clients_add_to_a_history_are_passed_over() -> None:
     assert [message["content"] for message in messages] == ["Go", "", "Tool found: weather"]
 
 
+async def test_a_session_that_another_model_began_goes_on() -> None:
+    """Anthropic's models leave thoughts in the history that they alone can read."""
+    hidden = {"type": "redacted_thinking", "data": "EmwKAhgB", "cache_control": None}
+    turns = [
+        {"role": "user", "content": "Go"},
+        {"role": "assistant", "content": [hidden, {"type": "text", "text": "Gone"}]},
+        {"role": "user", "content": "On"},
+        {"role": "assistant", "content": [hidden]},
+        {"role": "user", "content": "and on"},
+    ]
+    messages = chat(messages=turns)["messages"]
+    assert [(message["role"], message["content"]) for message in messages] == [
+        ("user", "Go"),
+        ("assistant", "Gone"),
+        ("user", "On\nand on"),
+    ]
+    script = await Script.start()
+    response = await script.answer(said(Token("", 0, 0, (7,), "Hi")), "POST", PATH, HELLO | {"messages": turns})
+    assert response.status == 200
+    assert response.headers["penstock-ignored"] == "messages[].content[redacted_thinking]"
+
+
 def content(*blocks: Any, role: str = "user") -> dict[str, Any]:
     return {"messages": [{"role": role, "content": list(blocks)}]}
 

@@ -395,6 +395,12 @@ def test_what_has_ended_cannot_be_cancelled(office: Office) -> None:
     assert office.stored(made["id"])["status"] == "completed"
 
 
+def test_their_tokens_are_counted_elsewhere(office: Office) -> None:
+    """OpenAI's clients have a method for it; the path looked like that of a response, which cannot be posted to."""
+    refused = office.ask("POST", "/v1/responses/input_tokens", {"model": "echo", "input": "Hi"})
+    assert refused.status == 404 and "/v1/messages/count_tokens" in refused.error["message"]
+
+
 def test_responses_are_not_compacted(office: Office) -> None:
     refused = office.ask("POST", "/v1/responses/compact", {"model": "echo", "input": []})
     assert refused.status == 404 and "does not compact" in refused.error["message"]

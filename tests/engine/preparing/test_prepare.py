@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from templates import HERMES, THINKING
 from tokenizers import AddedToken
 
+from penstock.engine.grammar.matcher import GrammarCompiler
 from penstock.engine.preparing.prepare import Prepared, Preparer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.schemas.errors import InvalidRequest
@@ -102,6 +104,38 @@ def test_a_tool_is_held_to_its_schema_where_all_of_it_can_be(prepare: Prepare) -
     assert raised.value.param == "tools[0].function.parameters.properties.a.uniqueItems"
     with pytest.raises(InvalidRequest):
         prepare(tools=[tool({"type": 5}, False)])
+
+
+def test_many_tools_are_taken_and_the_strict_ones_held_to_their_schemas(
+    prepare: Prepare, tokenizers: dict[str, Tokenizer]
+) -> None:
+    """Agents send the tools of several MCP servers at once; nobody waits for hundreds of schemas to compile."""
+
+    def tool(number: int, strict: bool = False) -> dict[str, Any]:
+        properties = {f"{name}_{number}": {"type": "string"} for name in ("path", "query", "limit", "format")}
+        parameters: dict[str, Any] = {"type": "object", "properties": properties}
+        if strict:
+            parameters |= {"required": list(properties), "additionalProperties": False}
+        function = {"name": f"mcp__server__tool_{number}", "parameters": parameters, "strict": strict}
+        return {"type": "function", "function": function}
+
+    def enforced(*tools: dict[str, Any]) -> set[int]:
+        grammar = prepare(tools=[*tools], context_length=1_000_000).params.grammar
+        assert grammar is not None
+        GrammarCompiler(tokenizers["hermes"]).compile(grammar)
+        assert all(f"mcp__server__tool_{number}\\" in grammar.text for number in range(len(tools)))
+        return {int(number) for number in re.findall(r"path_(\d+)", grammar.text)}
+
+    few, many = [tool(number) for number in range(100)], [tool(number) for number in range(1024)]
+    assert enforced(*few) == {*range(100)}
+    assert enforced(*many) == set()
+    assert enforced(*many[:-1], tool(1023, strict=True)) == {1023}
+    named = {"type": "function", "function": {"name": "mcp__server__tool_7"}}
+    grammar = prepare(tools=many, tool_choice=named, context_length=1_000_000).params.grammar
+    assert grammar is not None and "path_7" in grammar.text and "tool_8" not in grammar.text
+    with pytest.raises(InvalidRequest, match="at most 1024 items") as raised:
+        prepare(tools=[*many, tool(1024)])
+    assert raised.value.param == "tools"
 
 
 def test_thoughts_are_read_and_switched_off(prepare: Prepare, text: Callable[..., str]) -> None:

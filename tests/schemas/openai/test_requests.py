@@ -81,7 +81,7 @@ WRONG: dict[str, tuple[tuple[Endpoint, ...], st.SearchStrategy[Any]]] = {
                 [{"type": "function"}],
                 [{"type": "function", "function": {"name": "a b"}}],
                 [{"type": "function", "function": {"name": "f", "parameters": []}}],
-                [{"type": "function", "function": {"name": "f"}}] * 129,
+                [{"type": "function", "function": {"name": "f"}}] * 1025,
             ]
         ),
     ),

@@ -154,7 +154,7 @@ MALFORMED: dict[str, list[tuple[Body, str]]] = {
         (tool(FUNCTION, name="a b"), "tools[0].name"),
         ({"tools": [FUNCTION, FUNCTION]}, "tools[1].name"),
         ({"tools": [MCP, MCP]}, "tools[1].server_label"),
-        ({"tools": [FUNCTION] * 129}, "tools"),
+        ({"tools": [FUNCTION] * 1025}, "tools"),
         (tool(MCP, server_url="file:///etc"), "tools[0].server_url"),
         (tool(MCP, server_url=f"https://a:{SECRET}@b.c"), "tools[0].server_url"),
         (tool(MCP, headers={"X": f"{SECRET}\r\nY: z"}), "tools[0].headers.X"),
@@ -303,7 +303,7 @@ def test_a_choice_of_what_no_server_has() -> None:
 
 
 def test_too_many_tools_of_servers() -> None:
-    many = [LoopTool(name=f"t{n}", label="files", tool=f"t{n}", parameters={}) for n in range(129)]
+    many = [LoopTool(name=f"t{n}", label="files", tool=f"t{n}", parameters={}) for n in range(1025)]
     with pytest.raises(InvalidRequest, match="allowed_tools") as caught:
         chat(parsed(tools=[MCP]), *many)
     assert caught.value.param == "tools"

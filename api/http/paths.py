@@ -1,0 +1,46 @@
+"""Requests for paths that are not there: what was meant by them. Base URLs are often one part too long or too short."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import quote
+
+from fastapi import Request
+from fastapi.responses import RedirectResponse, Response
+from starlette.routing import Match, Route
+
+_LONGEST = 300  # characters of a path whose meaning is looked for
+_OLLAMA = re.compile(r"/api/(chat|copy|create|delete|embed|embeddings|generate|ps|pull|push|show|tags|version)")
+
+
+def methods(request: Request, path: str | None = None) -> list[str]:
+    """The methods of a request's path, or another one, over all of its routes."""
+    scope = request.scope if path is None else {**request.scope, "path": path}
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    found = (route.methods or () for route in routes if route.matches(scope)[0] != Match.NONE)
+    return sorted(set().union(*found))
+
+
+def without_slash(request: Request) -> Response | None:
+    """Where the path is one but for a slash at its end, a redirection. It names no host, because behind a proxy that
+    speaks TLS the bridge knows neither the scheme nor the port."""
+    path = request.url.path
+    if not path.endswith("/") or request.method not in methods(request, path[:-1]):
+        return None
+    query = f"?{request.url.query}" if request.url.query else ""
+    return RedirectResponse(quote(path[:-1]) + query, 307)
+
+
+def advice(request: Request) -> str:
+    """What the client should do instead."""
+    path = re.sub("/+", "/", request.url.path[:_LONGEST]).rstrip("/")
+    if _OLLAMA.fullmatch(path):
+        return "Ollama's API is not offered; ask as OpenAI's clients do, with this server's URL and /v1 as base URL."
+    if path == "/v1":
+        return "it is a base URL, and /v1/models one of the paths below it; see /docs for the list."
+    starts = [slash.start() for slash in re.finditer("/", path)]
+    for end in (path[start:] for start in starts):  # the longest first
+        for intended in (end, f"/v1{end}"):
+            if request.method in methods(request, intended):
+                return f"{intended} is one, so correct the client's base URL."
+    return "see /docs for the list."

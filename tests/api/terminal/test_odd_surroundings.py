@@ -1,0 +1,79 @@
+"""Commands where the output is full, the encoding is narrow, or the home cannot be written: words, and no traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from serving import Served
+from terminals import Terminal
+
+NARROW = {"PYTHONIOENCODING": "ascii"}
+FULL = Path("/dev/full")
+
+
+def run(
+    *arguments: str | bytes,
+    given: bytes = b"",
+    output: Any = subprocess.PIPE,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "penstock", *arguments]
+    own = os.environ | dict(environment)
+    return subprocess.run(command, input=given, stdout=output, stderr=subprocess.PIPE, env=own, timeout=60, check=False)
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no device that is always full")
+@pytest.mark.parametrize("command", ["schema", "--version", "--help"])
+def test_a_full_disk_is_said_in_a_line(command: str) -> None:
+    with FULL.open("w") as output:
+        ended = run(command, output=output)
+    assert ended.returncode == 1
+    assert ended.stderr.decode() == "error: The output cannot be written: No space left on device.\n"
+
+
+@pytest.mark.parametrize("command", [("serve", "--help"), ("chat", "--help"), ("schema",)])
+def test_a_narrow_encoding_loses_characters_alone(command: tuple[str, ...]) -> None:
+    ended = run(*command, environment=NARROW)
+    assert (ended.returncode, ended.stderr) == (0, b"") and len(ended.stdout) > 200
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "environment", "said"),
+    [
+        ((b"caf\xe9 \xc3\xbc",), b"", {}, "caf\ufffd ü"),
+        (("Gr\u00fc\u00dfe \U0001f642",), b"", {}, "Grüße 🙂"),
+        (("Gr\u00fc\u00dfe \U0001f642",), b"", NARROW, "Gr??e ?"),
+        ((), b"caf\xe9 \xc3\xbc", {}, "caf\ufffd ü"),
+    ],
+    ids=["bytes", "text", "narrow", "input"],
+)
+def test_a_chat_takes_and_shows_what_it_can(
+    echo_server: Served, arguments: tuple[str | bytes, ...], given: bytes, environment: dict[str, str], said: str
+) -> None:
+    ended = run("chat", "--url", echo_server.url, *arguments, given=given, environment=environment)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert said in ended.stdout.decode()
+
+
+@pytest.fixture
+def homeless(echo_server: Served) -> Iterator[Terminal]:
+    command = [sys.executable, "-m", "penstock", "chat", "--url", echo_server.url]
+    terminal = Terminal(
+        command, os.environ | {"PENSTOCK_STATE_DIR": "/dev/null/state", "TERM": "xterm", "COLUMNS": "200"}
+    )
+    yield terminal
+    terminal.end()
+
+
+def test_a_conversation_needs_no_history(homeless: Terminal) -> None:
+    assert "without a history" in homeless.until("cannot be written (Not a directory)")
+    homeless.type("Hello there\n")
+    homeless.until("user")
+    homeless.until("Hello there")
