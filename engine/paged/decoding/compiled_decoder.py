@@ -55,9 +55,9 @@ class _Layer(ctypes.Structure):
         *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "head_norm")),
         *((name, _POINTER) for name in ("attention_after", "mlp_after", "cosines", "sines", "scales")),
         *((name, Product) for name in ("qkv", "output", "gate", "up", "down", "share")),
-        *((name, _POINTER) for name in ("mixture", "delta", "convolution", "sinks", "pool")),
+        *((name, _POINTER) for name in ("mixture", "delta", "convolution", "mamba", "sinks", "pool")),
         *((name, _INT) for name in ("num_blocks", "window", "group", "has_gelu", "has_gates")),
-        *((name, _FLOAT) for name in ("epsilon", "mlp_epsilon", "head_epsilon", "scaling", "softcap")),
+        *((name, _FLOAT) for name in ("epsilon", "mlp_epsilon", "head_epsilon", "scaling", "softcap", "residual")),
     ]
 
 
@@ -72,7 +72,7 @@ class _Model(ctypes.Structure):
         *((name, _POINTER) for name in ("convolved", "rates", "decays", "shares")),
         *((name, _POINTER) for name in ("levels", "room", "low", "after")),
         ("most_rank", _INT),
-        *((name, _FLOAT) for name in ("epsilon", "scale", "softcap")),
+        *((name, _FLOAT) for name in ("epsilon", "scale", "softcap", "logit_scale")),
     ]
 
 
@@ -120,10 +120,13 @@ class CompiledDecoder:
             epsilon=decoder.norm.epsilon,
             scale=1 if decoder.scale is None else float(decoder.scale),
             softcap=decoder.softcap or 0,
+            logit_scale=decoder.logit_scale,
         )
         wide = max(known_product(layer.qkv).outputs for layer in decoder.layers)
         found = max(known_product(layer.output).inputs for layer in decoder.layers)
-        inner = max((known_product(layer.down).inputs for layer in decoder.layers if layer.is_gated), default=0)
+        gated = [layer for layer in decoder.layers if layer.is_gated]
+        inner = max((known_product(layer.down).inputs for layer in gated), default=0)
+        gates = max((known_product(layer.gate).outputs for layer in gated), default=0)
         model.input, model.mixed, model.gated = (
             self._address(torch.zeros((MOST_ROWS, size), dtype=dtype)) for size in (embedding, found, inner)
         )
@@ -131,12 +134,12 @@ class CompiledDecoder:
         model.levels = self._address(torch.zeros(levels, dtype=torch.uint8))
         self._stream = torch.zeros((MOST_ROWS, embedding))
         model.stream, model.after = self._address(self._stream), self._address(torch.zeros_like(self._stream))
-        model.qkv, model.gates = (self._address(torch.zeros((MOST_ROWS, size))) for size in (wide, max(inner, found)))
+        model.qkv, model.gates = (self._address(torch.zeros((MOST_ROWS, size))) for size in (wide, max(gates, found)))
         model.shares = self._address(torch.zeros((MOST_ROWS, 1)))
-        for delta in (one.delta for one in self.remembering[:1] if one.delta is not None):
-            sizes = delta.convolution.num_channels, delta.num_values, delta.num_values
+        for one in self.remembering[:1]:
+            heads = 0 if one.delta is None else one.delta.num_values
             model.convolved, model.rates, model.decays = (
-                self._address(torch.zeros((MOST_ROWS, size))) for size in sizes
+                self._address(torch.zeros((MOST_ROWS, size))) for size in (one.convolution.num_channels, heads, heads)
             )
         self.room: Room | None = None  # of all mixtures, if there are any
         for routed in filter(None, self.routed):
@@ -156,7 +159,7 @@ class CompiledDecoder:
         states = {
             (one.memory[0].shape[1:], one.state_shape) for layer in decoder.layers if (one := layer.state) is not None
         }
-        gated = {_sizes(layer)[-3:] for layer in decoder.layers if layer.is_gated}
+        gated = {_sizes(layer)[-2:] for layer in decoder.layers if layer.is_gated}
         mixtures = [layer.mixture for layer in decoder.layers if layer.mixture is not None]
         if not all(Routed.is_known(one, dtype, kernels) for one in mixtures):
             return None
@@ -272,22 +275,21 @@ class CompiledDecoder:
         if layer.attention_after is not None and layer.mlp_after is not None:
             to.attention_after = self._numbers(layer.attention_after.weight)
             to.mlp_after = self._numbers(layer.mlp_after.weight)
-        to.has_gelu, to.has_gates = layer.has_gelu, layer.has_gates
+        to.has_gelu, to.has_gates, to.residual = layer.has_gelu, layer.has_gates, layer.residual
         to.qkv, to.output = known_product(layer.qkv), known_product(layer.output)
         if layer.state is None:
             self._attending.append(to)
         else:
             self.remembering.append(own_state := Remembering(layer, self._numbers))
-            if own_state.delta is None:
-                to.convolution = ctypes.addressof(own_state.convolution)
-            else:
-                to.delta = ctypes.addressof(own_state.delta)
+            own_state.point(to)
         if routed is not None:
             to.mixture = routed.address
         if layer.has_share:
             to.share = known_product(layer.share)
         if layer.is_gated:
-            to.gate, to.up, to.down = (known_product(linear) for linear in (layer.gate, layer.up, layer.down))
+            to.gate, to.down = known_product(layer.gate), known_product(layer.down)
+            if not layer.is_joined:
+                to.up = known_product(layer.up)
         own: list[Part | None] = [None] * _NUM_PARTS
         for name, linear in zip(layer.names, layer.linears(), strict=True):
             if isinstance(linear, Adaptable):
@@ -301,7 +303,7 @@ class CompiledDecoder:
             self._states = self.remembering[0].module.memory[0]
 
     def _route(self, layer: Layer) -> Routed | None:
-        return None if layer.mixture is None else Routed(layer.mixture, self._dtype, self._kernels)
+        return None if layer.mixture is None else Routed(layer.mixture, self._dtype, self._kernels, layer.residual)
 
     def _reach(self, end: int) -> None:
         """Compute the rotations of all positions below `end`.

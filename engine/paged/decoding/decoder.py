@@ -3,8 +3,8 @@
 Llama, Mistral, Qwen 2 and 3 and many others have this structure. transformers' modules compute the same with four times
 as many small operations, which on a CPU cost a tenth of a decoding step. There, a layer may have a mixture of experts
 instead of the last product, which its own module computes, or be one of Gemma's, with norms also behind attention and
-product. In the place of attention it may keep a running state: a gated delta net (`state/delta_net.py`), or a short
-convolution (`state/short_convolution.py`).
+product. In the place of attention it may keep a running state: a gated delta net (`state/delta_net.py`), a Mamba-2
+layer (`state/mamba.py`) or a short convolution (`state/short_convolution.py`). Granite's multiply what they add.
 `Decoder.of` checks the structure alone: the caller must compare results with the original model's.
 """
 
@@ -23,7 +23,7 @@ from ...vision.tower import Seen
 from ..state.layer import StateLayer
 from ..state.step import StateStep
 from .linear import Linear
-from .structure import BODY, GELU, OFFSET, children, epsilon_of, has_gates, is_plain, part, scale_of
+from .structure import BODY, GELU, OFFSET, children, epsilon_of, has_gates, is_joined, is_plain, part, scale_of
 
 MakeLinear = Callable[[Sequence[nn.Linear]], Linear]
 """Makes one `Linear` of modules that share their input, outputs side by side; takes over the modules' memory."""
@@ -71,7 +71,10 @@ class Layer:
     brings a gate, whose sigmoid is multiplied by what the head finds.
 
     A layer that keeps a running `state` does not attend: that of a delta net, whose projections are `qkv`,
-    `delta_gates`, `rates` and `decays`, or the inputs of a short convolution, whose projection is `qkv`.
+    `delta_gates`, `rates` and `decays`, or that of a Mamba-2 layer or the inputs of a short convolution, whose
+    projection is `qkv`.
+
+    `gate` makes gates and ups, side by side, if the layer `is_joined`. What Granite's add is multiplied by `residual`.
     """
 
     gate: Linear
@@ -90,7 +93,8 @@ class Layer:
 
     def __init__(self, module: Any, make: MakeLinear, kind: str | None = None, number: int = 0) -> None:
         """`kind` is whose rotations it uses, `number` its own among the layers that attend."""
-        mlp, self.kind, self.number = part(module, "mlp"), kind, number
+        mlp, self.kind, self.number = part(module, "mlp") or part(module, "mixture"), kind, number
+        self.residual: float = getattr(module, "residual_multiplier", 1.0)
         self.attention_norm = Norm(part(module, "input_layernorm"))
         if hasattr(module, "pre_feedforward_layernorm"):
             self.attention_after, self.mlp_after = (
@@ -100,17 +104,24 @@ class Layer:
         else:
             self.mlp_norm = Norm(part(module, "post_attention_layernorm"))
         self.is_delta_net = hasattr(module, "linear_attn")
+        self.is_mamba = getattr(module, "mamba", None) is not None
         self.state: StateLayer | None = None
         if self.is_delta_net:
             self._take_delta_net(module.linear_attn, make)
         elif hasattr(module, "conv"):
-            self._take_convolution(module.conv, make)
+            self._take_state(module.conv, make)
+        elif self.is_mamba:
+            self._take_state(module.mamba, make)
         else:
             self._take_attention(module.self_attn, make)
-        self.mixture: Any = mlp if part(mlp, "gate_proj") is None else None
-        gated = mlp if self.mixture is None else getattr(mlp, "shared_expert", None)
+        is_own = part(mlp, "gate_proj") is not None or is_joined(mlp)
+        self.mixture: Any = part(module, "mixture") if is_own else mlp
+        gated = mlp if is_own else getattr(mlp, "shared_expert", None)
         self.is_gated, self.has_share = gated is not None, hasattr(mlp, "shared_expert")
-        if gated is not None:
+        self.is_joined = gated is not None and is_joined(gated)
+        if self.is_joined:
+            self.gate, self.down = make([part(gated, "gate_up_proj")]), make([part(gated, "down_proj")])
+        elif gated is not None:
             self.gate, self.up, self.down = (make([part(gated, f"{name}_proj")]) for name in ("gate", "up", "down"))
             self.has_gelu = type(getattr(gated, "act_fn", None)).__name__ in GELU
         if self.has_share:
@@ -119,7 +130,7 @@ class Layer:
     @property
     def names(self) -> list[str]:
         """Those of its products in the order of their use, without those of a mixture."""
-        after = ["gate", "up", "down"] if self.is_gated else []
+        after = ["gate", "down"] if self.is_joined else ["gate", "up", "down"] if self.is_gated else []
         return [*self.projections, "output", *(["share"] if self.has_share else []), *after]
 
     @property
@@ -151,9 +162,9 @@ class Layer:
         self.rates, self.decays = make([delta.in_proj_b]), make([delta.in_proj_a])
         self.output = make([delta.out_proj])
 
-    def _take_convolution(self, convolution: Any, make: MakeLinear) -> None:
-        self.state = convolution
-        self.qkv, self.output = make([convolution.in_proj]), make([convolution.out_proj])
+    def _take_state(self, layer: Any, make: MakeLinear) -> None:
+        self.state = layer
+        self.qkv, self.output = make([layer.in_proj]), make([layer.out_proj])
 
 
 class Decoder:
@@ -166,6 +177,9 @@ class Decoder:
         scale = getattr(body.embed_tokens, "embed_scale", None)
         self.scale: Tensor | None = None if scale is None else scale.to(dtype)
         config: Any = model.config.get_text_config()
+        if (multiplier := getattr(body, "embedding_multiplier", 1.0)) != 1:
+            self.scale = torch.tensor(float(multiplier))
+        self.logit_scale: float = 1 / (getattr(config, "logits_scaling", None) or 1.0)
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.embedding: Tensor = body.embed_tokens.weight
         rope: Any = getattr(config, "rope_parameters", None) or {}
@@ -176,14 +190,15 @@ class Decoder:
             from . import cuda_layers
 
             self._through = cuda_layers.through
-        self._rotary: nn.Module = part(body, "rotary_emb")
+        self._rotary: nn.Module | None = part(body, "rotary_emb")
         has_kinds = hasattr(self._rotary, "layer_types")
         self.layers: list[Layer] = []
         for index, one in enumerate(body.layers):
             attending = [layer for layer in self.layers if layer.state is None]
             self.layers.append(Layer(one, make, config.layer_types[index] if has_kinds else None, len(attending)))
         self._kinds = {layer.kind for layer in self.layers}
-        self.rotated = int(max(layer.head_dim for layer in self.layers) * (rope.get("partial_rotary_factor") or 1))
+        rotated = max(layer.head_dim for layer in self.layers) * (rope.get("partial_rotary_factor") or 1)
+        self.rotated = 0 if self._rotary is None else int(rotated)
         self.norm = Norm(part(body, "norm"))
         self.head = make([model.lm_head])
 
@@ -191,7 +206,7 @@ class Decoder:
     def of(cls, model: Any, make: MakeLinear, dtype: torch.dtype) -> Self | None:
         """Take over the weights of a transformers model; None if its modules do not have the plain structure."""
         body = getattr(model, "model", None)
-        if body is None or children(model) != {"model", "lm_head"} or children(body) != BODY:
+        if body is None or children(model) != {"model", "lm_head"} or children(body) | {"rotary_emb"} != BODY:
             return None
         return cls(model, make, dtype) if all(map(is_plain, body.layers)) else None
 
@@ -212,7 +227,11 @@ class Decoder:
         if seen is not None:
             x = x.index_copy(0, seen.rows, seen.features.to(self._dtype))
         x = self._through(self.layers, x, self.angles(positions, self._dtype), attention, seen, states)
-        logits = self.head(self.norm(x[keep]))
+        return self.scaled(self.head(self.norm(x[keep])))
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """The logits of what the last product made."""
+        logits = logits if self.logit_scale == 1 else logits * self.logit_scale
         return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -225,6 +244,9 @@ class Decoder:
         return {kind: self._angles(positions, dtype, kind) for kind in self._kinds}
 
     def _angles(self, positions: Tensor, dtype: torch.dtype, kind: str | None) -> Angles:
+        if self._rotary is None:
+            none = torch.empty((1, positions.shape[-1], 0), dtype=dtype, device=positions.device)
+            return Angles(none, none)
         given = self.embedding[None, :1].to(dtype), positions.unsqueeze(-2), *(() if kind is None else (kind,))
         cos, sin = self._rotary(*given)
         if cos.shape[-1] < self.rotated:  # gpt-oss's are those of one half
@@ -264,18 +286,27 @@ def advance(layer: Layer, x: Tensor, angles: Angles, attention: Attention, state
         found = _attend(layer, h, angles, attention)
     else:
         found = layer.state.read([getattr(layer, name)(h) for name in layer.projections], states)
-    after = layer.attention_after
-    x = layer.output.add(found, x) if after is None else x + after(layer.output(found))
+    x = _add(layer, layer.output, found, x, layer.attention_after)
     h = layer.mlp_norm(x)
     if layer.mixture is not None:
-        x = x + _mix(layer, h)
+        x = x.add(_mix(layer, h), alpha=layer.residual)
         if not layer.is_gated:
             return x
+    if layer.is_joined:
+        gate, up = layer.gate(h).chunk(2, dim=-1)
+        return _add(layer, layer.down, functional.silu(gate) * up, x, None)
     gate = functional.gelu(layer.gate(h), approximate="tanh") if layer.has_gelu else layer.gate.silu(h)
     gated = layer.up.mul(h, gate)
     if layer.has_share:
         return x + layer.share(h).sigmoid() * layer.down(gated)
-    return layer.down.add(gated, x) if layer.mlp_after is None else x + layer.mlp_after(layer.down(gated))
+    return _add(layer, layer.down, gated, x, layer.mlp_after)
+
+
+def _add(layer: Layer, product: Linear, given: Tensor, x: Tensor, after: Norm | None) -> Tensor:
+    """The residual stream `x` with a product of what is `given`."""
+    if after is not None:
+        return x + after(product(given))
+    return product.add(given, x) if layer.residual == 1 else x.add(product(given), alpha=layer.residual)
 
 
 def _mix(layer: Layer, h: Tensor) -> Tensor:
@@ -310,6 +341,8 @@ def _attend(layer: Layer, h: Tensor, angles: Angles, attention: Attention) -> Te
 def _rotate(query_key: Tensor, angles: Angles, heads: Tensor) -> None:
     """Write the rotated numbers of each head, its first ones if not all rotate, into the first `heads`."""
     (count, num_tokens, _), size = query_key.shape, angles.cosines.shape[-1]
+    if not size:
+        return
     part = query_key[..., :size]
     swapped = part.reshape(count, num_tokens, 2, size // 2).flip(-2).flatten(-2)
     torch.addcmul(part * angles.cosines, swapped, angles.sines, out=heads[:count, :, :size])

@@ -23,8 +23,8 @@ _LEAST = 1e-6  # what these add to the sum of a row's shares
 class Routed:
     """One layer's mixture: a softmax or sigmoids of the routes to all experts, of which the largest few count."""
 
-    def __init__(self, module: Any, dtype: torch.dtype, kernels: Kernels) -> None:
-        """`module` is the model's own, and `is_known`."""
+    def __init__(self, module: Any, dtype: torch.dtype, kernels: Kernels, factor: float = 1.0) -> None:
+        """`module` is the model's own, and `is_known`; what it adds is multiplied by `factor`."""
         self.gate, self.packed = router_of(module), module.experts
         self.experts, self.kernels = self.packed.compiled, kernels
         self.used: int = self.gate.top_k
@@ -39,7 +39,7 @@ class Routed:
             self.choosing = Choosing(self.used, self.choosing.is_normed, True, preferences, scale, _LEAST)
         router: Product | None = self._router.product
         assert router is not None
-        self.mixture: Mixture = self.experts.mixture(router, self.choosing)
+        self.mixture: Mixture = self.experts.mixture(router, self.choosing, factor)
 
     @staticmethod
     def is_known(module: Any, dtype: torch.dtype, kernels: Kernels) -> bool:

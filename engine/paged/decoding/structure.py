@@ -23,6 +23,12 @@ _NAMES = {  # of LFM2's modules; others have these
     "q_layernorm": "q_norm",
     "k_layernorm": "k_norm",
     "out_proj": "o_proj",
+    "final_layernorm": "norm",  # of Bamba's
+    "pre_ff_layernorm": "post_attention_layernorm",
+    "shared_mlp": "mlp",  # of Granite's, which have experts beside it, or without it
+    "block_sparse_moe": "mixture",
+    "input_linear": "gate_up_proj",
+    "output_linear": "down_proj",
 }
 BODY = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -31,6 +37,8 @@ _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _DELTA_NET = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "o_proj", "norm"}
 _SHORT_CONVOLUTION = {"in_proj", "o_proj"}
+_MAMBA = {"in_proj", "o_proj", "activation"}
+_JOINED = {"gate_up_proj", "down_proj", "activation"}
 GELU = {"GELUTanh"}  # the name of transformers' class
 OFFSET = {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm"}
 """The names of norms whose weights are to be added to 1."""
@@ -56,9 +64,15 @@ def has_gates(attention: Any) -> bool:
 
 def is_plain(layer: Any) -> bool:
     own = children(layer)
+    if "mixture" in own:
+        if not (_is_mixture(layer.block_sparse_moe) and ("mlp" not in own or _is_gated(part(layer, "mlp")))):
+            return False
+        own = own - {"mixture"} | {"mlp"}
     if not {"mlp", "input_layernorm", "post_attention_layernorm"} <= own:
         return False
-    mlp = part(layer, "mlp")
+    if getattr(layer, "residual_multiplier", 1) != 1 and not _is_on_cpu(layer):
+        return False
+    mlp = part(layer, "mlp") or part(layer, "mixture")
     norms = [part(layer, "input_layernorm"), part(layer, "post_attention_layernorm")]
     if "linear_attn" in own:
         return (
@@ -72,6 +86,13 @@ def is_plain(layer: Any) -> bool:
             own - {"conv"} == _LAYER - {"self_attn"}
             and children(layer.conv) == _SHORT_CONVOLUTION
             and _is_on_cpu(layer)
+            and (_is_gated(mlp) or _is_mixture(mlp))
+            and all(hasattr(norm, "variance_epsilon") for norm in norms)
+        )
+    if "mamba" in own:
+        return (
+            own - {"mamba"} == _LAYER - {"self_attn"}
+            and _is_mamba(layer.mamba)
             and (_is_gated(mlp) or _is_mixture(mlp))
             and all(hasattr(norm, "variance_epsilon") for norm in norms)
         )
@@ -100,7 +121,26 @@ def _is_delta_net(module: Any) -> bool:
     )
 
 
-def _is_gated(mlp: nn.Module) -> bool:
+def _is_mamba(module: Any) -> bool:
+    """Whether it is one whose norm, if it has any, comes after its gates, and whose projection nothing multiplies."""
+    return (
+        children(module) - {"norm"} == _MAMBA
+        and type(module.activation).__name__ in SILU
+        and (module.norm is None or hasattr(module.norm, "group_size"))
+        and module.multipliers is None
+        and module.in_multiplier == 1
+        and _is_on_cpu(module)
+    )
+
+
+def is_joined(mlp: nn.Module) -> bool:
+    """Whether one product makes gates and ups, gates first."""
+    return children(mlp) == _JOINED
+
+
+def _is_gated(mlp: Any) -> bool:
+    if is_joined(mlp):
+        return type(mlp.activation).__name__ in SILU and _is_on_cpu(mlp)
     if children(mlp) == _MLP - {"act_fn"}:  # LFM2's, which are SiLU's
         return True
     if children(mlp) != _MLP:

@@ -122,7 +122,10 @@ MIXED = [(prompt, name) for prompt in PROMPTS for name in NAMES]
     ("shape", "backend"),
     [
         (shape, "paged")
-        for shape in ("llama", "qwen2", "qwen3", "gpt2", "gemma2", "phi3", "glm4", "qwen3_5_text", "lfm2")
+        for shape in (
+            *("llama", "qwen2", "qwen3", "gpt2", "gemma2", "phi3", "glm4", "qwen3_5_text", "lfm2"),
+            *("granite", "granitemoehybrid", "bamba"),
+        )
     ]
     + [("llama", "hf"), ("gpt2", "hf")],
 )

@@ -26,7 +26,8 @@ from penstock.engine.sizing import footprint
 from penstock.schemas.errors import ModelLoadError
 
 FOLDER = Path(__file__).parent / "samples"
-COMPILED = ("lfm2", "lfm2_moe", "ministral3", "seed_oss")  # with levels and without
+GRANITES = ("granitemoe", "granitemoeshared", "granitemoehybrid", "granitemoehybrid_dense")
+COMPILED = (*GRANITES, "lfm2", "lfm2_moe", "ministral3", "seed_oss")  # with levels and without
 
 
 def sample(name: str) -> Gguf:
