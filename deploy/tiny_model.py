@@ -52,6 +52,12 @@ _REMEMBERING: dict[str, object] = _SMALL | {
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
+_MULTIPLIED: dict[str, object] = {
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.4,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 0.5,
+}
 _MAMBA: dict[str, object] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24}
 SHAPES: dict[str, dict[str, object]] = {
     "llama": _GROUPED,
@@ -101,7 +107,10 @@ SHAPES: dict[str, dict[str, object]] = {
         "ssm_in_multiplier": 1.5,
         "ssm_multipliers": [0.7, 1.2, 0.8, 1.1, 0.9],
     },
-    "granitemoehybrid": _REMEMBERING | _MAMBA | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoehybrid": _REMEMBERING
+    | _MAMBA
+    | _MULTIPLIED
+    | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 96},
     "lfm2": _REMEMBERING | {"layer_types": ["conv", "full_attention", "conv"]},
     "lfm2_moe": _REMEMBERING
     | _EXPERTS
@@ -122,8 +131,7 @@ SHAPES: dict[str, dict[str, object]] = {
         "moe_shared_expert_intermediate_size": 64,
     },
     "gpt_oss": _SMALL | _MIXED | {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "granite": _SMALL
-    | {"embedding_multiplier": 6.0, "attention_multiplier": 0.4, "residual_multiplier": 0.7, "logits_scaling": 0.5},
+    "granite": _SMALL | _MULTIPLIED,
     "mellum": _SMALL | _MIXED | _EXPERTS | {"head_dim": 32},
     "ministral3": _SMALL
     | {

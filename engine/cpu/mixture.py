@@ -22,7 +22,7 @@ class Mixture(ctypes.Structure):
         *((name, _POINTER) for name in ("inner", "outer")),
         *((name, _INT) for name in ("count", "used", "is_normed", "is_clamped", "has_sigmoids", "has_gelu")),
         *((name, _POINTER) for name in ("preferences", "factors")),
-        *((name, ctypes.c_float) for name in ("alpha", "limit", "scale", "least")),
+        *((name, ctypes.c_float) for name in ("alpha", "limit", "scale", "least", "factor")),
     ]
 
 
@@ -143,14 +143,14 @@ class Experts:
         """The buffers for rows of so many experts each, which all layers share."""
         return self._rooms.fit(self.sizes, used, dtype)
 
-    def mixture(self, router: Product, choosing: Choosing) -> Mixture:
-        """The caller keeps `router` and what belongs to each expert alive."""
+    def mixture(self, router: Product, choosing: Choosing, factor: float = 1.0) -> Mixture:
+        """What it adds is multiplied by `factor`. The caller keeps `router` and what belongs to each expert alive."""
         used, is_normed, has_sigmoids, preferences, scale, least, factors = choosing
         addresses = (ctypes.addressof(products) for products in (self._inner, self._outer))
         kind = used, is_normed, self._clamp is not None, has_sigmoids, self._has_gelu
         each = (None if one is None else one.data_ptr() for one in (preferences, factors))
         clamp = self._clamp or Clamp(0, 0)
-        return Mixture(router, *addresses, self.sizes.experts, *kind, *each, *clamp, scale, least)
+        return Mixture(router, *addresses, self.sizes.experts, *kind, *each, *clamp, scale, least, factor)
 
     def __call__(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """[T, E], and for each token its experts and their shares, [T, K] each → [T, E].

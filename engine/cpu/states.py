@@ -19,6 +19,17 @@ class Convolution(ctypes.Structure):
     ]
 
 
+class Mamba(ctypes.Structure):
+    """A Mamba-2 layer as the kernels read it."""
+
+    _fields_: ClassVar = [
+        ("convolution", Convolution),
+        *((name, _POINTER) for name in ("rates", "shift", "direct", "norm", "states")),
+        *((name, _INT) for name in ("num_heads", "num_groups", "key_size", "head_size", "norm_size")),
+        *((name, ctypes.c_float) for name in ("least", "most", "epsilon")),
+    ]
+
+
 class Delta(ctypes.Structure):
     """A gated delta net as the kernels read it."""
 

@@ -9,6 +9,7 @@
 
 #include "delta.h"
 #include "layer_inputs.h"
+#include "mamba.h"
 #include "mixture.h"
 
 enum { AHEAD = 64 };  /* keys that attention fetches ahead */
@@ -22,7 +23,8 @@ typedef struct {
     float scale;
 } LowRank;
 
-/* The parts of a layer; `qkv` has three. A delta net has one, and others behind it; a short convolution has one. */
+/* The parts of a layer; `qkv` has three. A delta net has one, and others behind it; a short convolution has one, a
+   Mamba-2 layer, too. */
 enum { QKV, GATES, RATES, DECAYS, OUTPUT, GATE, UP, DOWN, SHARE, INPUT_GATE, INPUT_PROJECTION, NUM_PARTS };
 
 /* The norms [E] of a mixture beside a layer's own product: of its router's inputs and its own, and of what both
@@ -38,12 +40,14 @@ typedef struct {
     const float *attention_after, *mlp_after; /* [E], of what is added to the stream; or NULL */
     const float *cosines, *sines;           /* by position, [P, rotated]; the sines of the first half are negated */
     const float *scales;                    /* of queries by position, [P], or NULL */
-    Product qkv, output, gate, up, down;    /* the last three are all zeros if there are only experts to choose */
+    Product qkv, output, gate, up, down;    /* the last three are all zeros if there are only experts to choose; without
+                                               `up`, `gate` makes both, gates before ups */
     Product share;                          /* [1, E], of an expert beside the mixture; all zeros without */
     const Mixture *mixture;                 /* or NULL */
     const Beside *beside;                   /* of a mixture beside the layer's own product, or NULL */
     const Delta *delta;                     /* in the place of attention, or NULL; `qkv` is [C, E] */
     const Convolution *convolution;         /* a gated one in the place of attention, or NULL; `qkv` is [3 C, E] */
+    const Mamba *mamba;                     /* in the place of attention, or NULL; `qkv` is [`projected`, E] */
     const float *sinks;                     /* [Hq], scores that join each softmax, or NULL */
     void *pool;                 /* T [2 H, N, block, D], keys before values */
     int64_t num_blocks, window; /* N; keys that a query attends to, or INT64_MAX */
@@ -55,6 +59,7 @@ typedef struct {
     LayerInput input;
     float scalar;               /* what the stream is multiplied by at the end */
     float epsilon, mlp_epsilon, head_epsilon, scaling, softcap; /* of the scores; 0 for none */
+    float residual;             /* times what is added to the stream, if that is not normalised */
 } Layer;
 
 typedef struct {
@@ -78,6 +83,7 @@ typedef struct {
     const LayerInputs *layer_inputs; /* or NULL */
     int64_t most_rank;           /* a multiple of 16 */
     float epsilon, scale, softcap; /* `scale` of the embeddings; `softcap` of the logits, 0 for none */
+    float logit_scale;
 } Model;
 
 /* One token of a step; `tables` holds the blocks of its sequence in each group's pools, [groups, width]. */
@@ -215,8 +221,9 @@ static __attribute__((noinline)) void add_low(const Adapters *s, int64_t row, in
 
 enum { STORE, ADD, SILU, GELU, TIMES, ROUND };
 
-/* x [rows, I], or `levels`, times the weight, plus what the adapters add, if any. STORE, ADD, SILU and GELU (those of
-   the product) write float32 [rows, O]; TIMES (the product times `gates` [rows, O]) and ROUND write T [rows, O]. Every
+/* x [rows, I], or `levels`, times the weight, plus what the adapters add, if any. STORE, ADD (the product times the one
+   number in `gates`), SILU and GELU (those of the product) write float32 [rows, O]; TIMES (the product times `gates`
+   [rows, O]) and ROUND write T [rows, O]. Every
    thread must call it; none waits at its end. The runs of blocks get ever shorter: memory bandwidth differs between
    threads, and a run of adjacent blocks reads faster than as many scattered ones. */
 INLINE void product(Thread *t, const Product *p, const void *x, const Inputs *levels, int64_t rows, void *to, int how,
@@ -234,7 +241,7 @@ INLINE void product(Thread *t, const Product *p, const void *x, const Inputs *le
                 int64_t index = (from + r) * p->outputs + block * BLOCK + j;
                 __mmask16 mask = tail_mask(outputs - j);
                 __m512 sum = _mm512_loadu_ps(sums[r] + j);
-                if (how == ADD) sum = _mm512_add_ps(sum, load(to, index, mask, 0));
+                if (how == ADD) sum = _mm512_fmadd_ps(_mm512_set1_ps(*gates), sum, load(to, index, mask, 0));
                 if (how == SILU) sum = silu(sum);
                 if (how == GELU) sum = gelu(sum);
                 if (how == TIMES) sum = _mm512_mul_ps(sum, load(gates, index, mask, 0));
@@ -479,6 +486,7 @@ INLINE void logits_argmax(Thread *t, const Model *m, const Inputs *levels, int64
             for (int64_t j = 0; j < count; j += 16) {
                 __mmask16 mask = tail_mask(count - j);
                 __m512 sum = _mm512_loadu_ps(sums[r] + j);
+                sum = _mm512_mul_ps(sum, _mm512_set1_ps(m->logit_scale));
                 if (m->softcap) sum = capped(sum, m->softcap);
                 sum = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), mask, sum);
                 store(logits, r * V + block * BLOCK + j, sum, mask, 0);
@@ -511,12 +519,14 @@ INLINE void adapted(Thread *t, const Product *p, Adapters *step, int64_t first, 
     (half ? product_bf16 : product_f32)(t, p, x, levels, rows, to, how, gates, step->num_runs ? step : NULL);
 }
 
-/* The same, added to the stream, normalised if there are weights for that. Every thread waits at its end. */
+/* The same, added to the stream, normalised if there are weights for that, and else times `residual`. Every thread
+   waits at its end. */
 INLINE void added(Thread *t, const Model *m, const Product *p, Adapters *step, int64_t first, const void *x,
-                  const Inputs *levels, int64_t rows, const float *weight, float epsilon, int half) {
+                  const Inputs *levels, int64_t rows, const float *weight, float epsilon, const float *residual,
+                  int half) {
     const int64_t E = m->embedding;
     if (!weight) {
-        adapted(t, p, step, first, 1, x, levels, rows, m->stream, ADD, NULL, half);
+        adapted(t, p, step, first, 1, x, levels, rows, m->stream, ADD, residual, half);
         wait_for_all(t);
         return;
     }
@@ -620,7 +630,7 @@ INLINE void add_input(Thread *t, const Model *m, const Layer *l, Adapters *own, 
         if (takes_levels(projection, half)) quantize_row(m->gated, r, size, &gated, half);
     }
     wait_for_all(t);
-    added(t, m, projection, own, INPUT_PROJECTION, m->gated, &gated, rows, l->input.norm, l->input.epsilon, half);
+    added(t, m, projection, own, INPUT_PROJECTION, m->gated, &gated, rows, l->input.norm, l->input.epsilon, NULL, half);
 }
 
 /* Choose each row's experts, by what is in `input`. */
@@ -673,6 +683,33 @@ INLINE void end_layer(Thread *t, const Model *m, const Layer *l, Adapters *own, 
     wait_for_all(t);
 }
 
+/* What a Mamba-2 layer reads from its states for the normalised stream, into `mixed`. */
+INLINE void scan_stream(Thread *t, const Model *m, const Layer *l, const Strides *step, Adapters *own, int64_t rows,
+                        const Inputs *in, int half) {
+    norms(t, m, l->attention_norm, l->epsilon, NULL, rows, takes_levels(&l->qkv, half), in, half);
+    adapted(t, &l->qkv, own, QKV, 1, m->input, in, rows, m->qkv, STORE, NULL, half);
+    wait_for_all(t);
+    convolve_inputs(t, l->mamba, step, m->qkv, half);
+    write_states(t, l->mamba, step, m->qkv);
+    norm_groups(t, l->mamba, step, rows, m->mixed, half);
+}
+
+/* Gated ups of what one product made of both, `gates` [rows, 2 I] -> T `gated` [rows, I]. Every thread must call it,
+   and waits at its end. */
+INLINE void gate_ups(Thread *t, const Model *m, const Layer *l, int64_t rows, int half) {
+    const int64_t I = l->down.inputs, parts = (I + BLOCK - 1) / BLOCK;
+    EACH(item, t, rows * parts) {
+        const int64_t row = item / parts, first = item % parts * BLOCK, end = first + BLOCK < I ? first + BLOCK : I;
+        for (int64_t i = first; i < end; i += 16) {
+            const __mmask16 mask = tail_mask(end - i);
+            __m512 gate = load(m->gates, row * 2 * I + i, mask, 0), up = load(m->gates, row * 2 * I + I + i, mask, 0);
+            gate = l->has_gelu ? gelu(gate) : silu(gate);
+            store(m->gated, row * I + i, _mm512_mul_ps(gate, up), mask, half);
+        }
+    }
+    wait_for_all(t);
+}
+
 /* The whole model. */
 INLINE void forward(Thread *t, const Step *s, int half) {
     const Model *m = s->model;
@@ -698,28 +735,36 @@ INLINE void forward(Thread *t, const Step *s, int half) {
         }
         if (l->delta) remember(t, m, l, &s->strides, &own, rows, &in, half);
         else if (l->convolution) convolve_stream(t, m, l, &s->strides, &own, rows, &in, half);
+        else if (l->mamba) scan_stream(t, m, l, &s->strides, &own, rows, &in, half);
         else look_up(t, m, l, tokens, &own, rows, &in, half);
         const Inputs mixed = inputs_at(m->levels, MOST_ROWS, groups(&l->output));
         quantize(t, &l->output, m->mixed, rows, &mixed, half);
-        added(t, m, &l->output, &own, OUTPUT, m->mixed, &mixed, rows, l->attention_after, l->epsilon, half);
+        added(t, m, &l->output, &own, OUTPUT, m->mixed, &mixed, rows, l->attention_after, l->epsilon, &l->residual,
+              half);
         const int to_levels =
             takes_levels(&l->gate, half) || takes_levels(&l->up, half) || takes_levels(&l->share, half);
         norms(t, m, l->mlp_norm, l->mlp_epsilon, NULL, rows, to_levels, &in, half);
         if (l->mixture && !l->beside) {
             route(t, m, l, rows, half);
             (half ? mix_bf16 : mix_f32)(t, l->mixture, m->input, rows, m->room, m->stream);
-            if (!l->share.inputs) continue;
-            adapted(t, &l->share, &own, SHARE, 1, m->input, &in, rows, m->shares, STORE, NULL, half);
-            if (own.num_runs) wait_for_all(t); /* the next product shares `low` */
+            if (!l->gate.inputs) continue;
+            if (l->share.inputs) {
+                adapted(t, &l->share, &own, SHARE, 1, m->input, &in, rows, m->shares, STORE, NULL, half);
+                if (own.num_runs) wait_for_all(t); /* the next product shares `low` */
+            }
         }
-        const int how = l->has_gelu ? GELU : SILU;
+        const int how = !l->up.inputs ? STORE : l->has_gelu ? GELU : SILU;
         adapted(t, &l->gate, &own, GATE, 1, m->input, &in, rows, m->gates, how, NULL, half);
         wait_for_all(t);
-        adapted(t, &l->up, &own, UP, 1, m->input, &in, rows, m->gated, TIMES, m->gates, half);
-        wait_for_all(t);
+        if (l->up.inputs) {
+            adapted(t, &l->up, &own, UP, 1, m->input, &in, rows, m->gated, TIMES, m->gates, half);
+            wait_for_all(t);
+        } else {
+            gate_ups(t, m, l, rows, half);
+        }
         const Inputs gated = inputs_at(m->levels, MOST_ROWS, groups(&l->down));
         quantize(t, &l->down, m->gated, rows, &gated, half);
-        if (l->mixture) {
+        if (l->share.inputs || l->beside) {
             adapted(t, &l->down, &own, DOWN, 1, m->gated, &gated, rows, m->after, STORE, NULL, half);
             wait_for_all(t);
             if (l->beside) {
@@ -731,7 +776,7 @@ INLINE void forward(Thread *t, const Step *s, int half) {
             wait_for_all(t);
             continue;
         }
-        added(t, m, &l->down, &own, DOWN, m->gated, &gated, rows, l->mlp_after, l->mlp_epsilon, half);
+        added(t, m, &l->down, &own, DOWN, m->gated, &gated, rows, l->mlp_after, l->mlp_epsilon, &l->residual, half);
         end_layer(t, m, l, &own, indices, rows, half);
     }
     const Inputs last = inputs_at(m->levels, MOST_ROWS, groups(&m->head));

@@ -20,6 +20,7 @@ typedef struct {
     const float *factors;         /* [experts], of their shares; or NULL */
     float alpha, limit;
     float scale, least;           /* of the shares; what is added to the sum of a row's */
+    float factor;                 /* times what is added to the stream */
 } Mixture;
 
 /* Buffers for R rows, S slots and TILE_ROWS more. */
@@ -138,7 +139,7 @@ INLINE void mix(Thread *t, const Mixture *m, const void *x, int64_t rows, const 
             int64_t outputs = multiply(p, block, room->gated, &between, v->first, v->count, sums, half);
             for (int64_t r = 0; r < v->count; r++) {
                 const int64_t index = given[v->first + r], at = index / m->used * E + block * BLOCK;
-                const __m512 share = _mm512_set1_ps(room->shares[index]);
+                const __m512 share = _mm512_set1_ps(room->shares[index] * m->factor);
                 for (int64_t j = 0; j < outputs; j += 16) {
                     __mmask16 mask = tail_mask(outputs - j);
                     __m512 sum = _mm512_fmadd_ps(share, _mm512_loadu_ps(sums[r] + j), load(to, at + j, mask, 0));

@@ -24,7 +24,8 @@ from ..attention import Rules
 from ..kv.kv_cache import Pool
 from ..packing import Computed, LayerGroup, Segment
 from .beside import Beside
-from .decoder import Decoder, Layer
+from .decoder import Decoder
+from .layer import Layer
 from .layer_inputs import CompiledInputs, compiled_input
 from .linear import Adaptable, known_product, known_products
 from .mixtures import Routed, used_of
@@ -51,12 +52,13 @@ class _Layer(ctypes.Structure):
         *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "head_norm")),
         *((name, _POINTER) for name in ("attention_after", "mlp_after", "cosines", "sines", "scales")),
         *((name, Product) for name in ("qkv", "output", "gate", "up", "down", "share")),
-        *((name, _POINTER) for name in ("mixture", "beside", "delta", "convolution", "sinks", "pool")),
+        *((name, _POINTER) for name in ("mixture", "beside", "delta", "convolution", "mamba", "sinks", "pool")),
         *((name, _INT) for name in ("num_blocks", "window", "group", "has_gelu", "has_gates")),
         *((name, _INT) for name in ("num_q_heads", "num_kv_heads", "head_dim", "rotated")),
         *((name, _INT) for name in ("num_parts", "norms_values", "norms_rows")),
         ("input", LayerInput),
-        *((name, _FLOAT) for name in ("scalar", "epsilon", "mlp_epsilon", "head_epsilon", "scaling", "softcap")),
+        *((name, _FLOAT) for name in ("scalar", "epsilon", "mlp_epsilon", "head_epsilon")),
+        *((name, _FLOAT) for name in ("scaling", "softcap", "residual")),
     ]
 
 
@@ -70,7 +72,7 @@ class _Model(ctypes.Structure):
         *((name, _POINTER) for name in ("convolved", "rates", "decays", "shares")),
         *((name, _POINTER) for name in ("levels", "room", "low", "after", "beside", "layer_inputs")),
         ("most_rank", _INT),
-        *((name, _FLOAT) for name in ("epsilon", "scale", "softcap")),
+        *((name, _FLOAT) for name in ("epsilon", "scale", "softcap", "logit_scale")),
     ]
 
 
@@ -94,8 +96,8 @@ class CompiledDecoder:
         self._logits = torch.empty((MOST_ROWS, head.outputs))  # reused: allocating would cost each step 0.1 ms
         self._rows = [self._logits[:count] for count in range(MOST_ROWS + 1)]
         self._parts: list[Part | None] = []  # by layer, so many each; None where no adapter can change anything
-        mixtures = (layer.mixture for layer in decoder.layers)
-        self.routed = [None if one is None else Routed(one, dtype, kernels) for one in mixtures]
+        factors = ((layer.mixture, layer.residual) for layer in decoder.layers)
+        self.routed = [None if one is None else Routed(one, dtype, kernels, factor) for one, factor in factors]
         self.remembering: list[Remembering] = []  # of the layers that keep running states
         self._states: Tensor | None = None  # the first memory of the first of these; set by `_attach_states`
         self._layers = (_Layer * len(decoder.layers))()
@@ -117,11 +119,14 @@ class CompiledDecoder:
             epsilon=decoder.norm.epsilon,
             scale=1 if decoder.scale is None else float(decoder.scale),
             softcap=decoder.softcap or 0,
+            logit_scale=decoder.logit_scale,
         )
         wide = max(known_product(layer.qkv).outputs for layer in decoder.layers)
         found = max(known_product(layer.output).inputs for layer in decoder.layers)
-        gated = [known_product(layer.down).inputs for layer in decoder.layers if layer.is_gated]
-        inner = max((*gated, decoder.inputs.size if decoder.inputs is not None else 0))
+        gated = [layer for layer in decoder.layers if layer.is_gated]
+        own = decoder.inputs.size if decoder.inputs is not None else 0
+        inner = max(own, *(known_product(layer.down).inputs for layer in gated), 0)
+        gates = max(own, *(known_product(layer.gate).outputs for layer in gated), 0)
         model.input, model.mixed, model.gated = (
             self._address(torch.zeros((MOST_ROWS, size), dtype=dtype)) for size in (embedding, found, inner)
         )
@@ -129,13 +134,14 @@ class CompiledDecoder:
         model.levels = self._address(torch.zeros(levels, dtype=torch.uint8))
         self._stream = torch.zeros((MOST_ROWS, embedding))
         model.stream = self._address(self._stream)
+        sizes = embedding, embedding, wide, max(gates, found), 1
         model.after, model.beside, model.qkv, model.gates, model.shares = (
-            self._address(torch.zeros((MOST_ROWS, size))) for size in (embedding, embedding, wide, max(inner, found), 1)
+            self._address(torch.zeros((MOST_ROWS, size))) for size in sizes
         )
-        for delta in (one.delta for one in self.remembering[:1] if one.delta is not None):
-            sizes = delta.convolution.num_channels, delta.num_values, delta.num_values
+        for one in self.remembering[:1]:
+            heads = 0 if one.delta is None else one.delta.num_values
             model.convolved, model.rates, model.decays = (
-                self._address(torch.zeros((MOST_ROWS, size))) for size in sizes
+                self._address(torch.zeros((MOST_ROWS, size))) for size in (one.convolution.num_channels, heads, heads)
             )
         self.inputs: CompiledInputs | None = None  # the tokens' own for all layers, if there are any
         if decoder.inputs is not None:
@@ -153,18 +159,14 @@ class CompiledDecoder:
     ) -> Self | None:
         """The compiled form of `decoder`; None if the kernels do not support its shapes, weights or attention."""
         products = [linear.product for linear in decoder.linears()]
-        if None in products:
+        if None in products or (decoder.inputs is not None and len(decoder.inputs.embedding) < len(decoder.embedding)):
             return None
-        if decoder.inputs is not None and len(decoder.inputs.embedding) < len(decoder.embedding):
-            return None
-        states = {
-            (one.memory[0].shape[1:], one.state_shape) for layer in decoder.layers if (one := layer.state) is not None
-        }
+        states = [layer.state for layer in decoder.layers if layer.state is not None]
         mixtures = [layer.mixture for layer in decoder.layers if layer.mixture is not None]
         if not all(Routed.is_known(one, dtype, kernels) for one in mixtures):
             return None
         mixed = {(used_of(one), one.experts.compiled.sizes) for one in mixtures}
-        if max(len(states), len(mixed)) > 1:
+        if len({(one.memory[0].shape[1:], one.state_shape) for one in states}) > 1 or len(mixed) > 1:
             return None
         compiled = cls(decoder, kernels, dtype, context_length)
         for number, layer in compiled._attending:
@@ -291,7 +293,7 @@ class CompiledDecoder:
         if layer.attention_after is not None and layer.mlp_after is not None:
             to.attention_after = self._numbers(layer.attention_after.weight)
             to.mlp_after = self._numbers(layer.mlp_after.weight)
-        to.has_gelu, to.has_gates = layer.has_gelu, layer.has_gates
+        to.has_gelu, to.has_gates, to.residual = layer.has_gelu, layer.has_gates, layer.residual
         to.qkv, to.output = known_product(layer.qkv), known_product(layer.output)
         to.num_q_heads, to.num_kv_heads, to.head_dim = layer.num_q_heads, layer.num_kv_heads, layer.head_dim
         to.num_parts, to.norms_values, to.norms_rows = layer.num_parts, layer.norms_values, layer.norms_rows
@@ -301,10 +303,7 @@ class CompiledDecoder:
             self._attending.append((layer.number, to))
         else:
             self.remembering.append(own_state := Remembering(layer, self._numbers))
-            if own_state.delta is None:
-                to.convolution = ctypes.addressof(own_state.convolution)
-            else:
-                to.delta = ctypes.addressof(own_state.delta)
+            own_state.point(to)
         if routed is not None:
             to.mixture = routed.address
         if layer.beside is not None:
@@ -313,7 +312,9 @@ class CompiledDecoder:
         if layer.has_share:
             to.share = known_product(layer.share)
         if layer.is_gated:
-            to.gate, to.up, to.down = (known_product(linear) for linear in (layer.gate, layer.up, layer.down))
+            to.gate, to.down = known_product(layer.gate), known_product(layer.down)
+            if not layer.is_joined:
+                to.up = known_product(layer.up)
         own: list[Part | None] = [None] * _NUM_PARTS
         for name, linear in zip(layer.names, layer.linears(), strict=True):
             if isinstance(linear, Adaptable):

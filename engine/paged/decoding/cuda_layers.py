@@ -18,8 +18,9 @@ from ..cuda.attention import power_of_2
 from ..state.step import StateStep
 
 if TYPE_CHECKING:  # it takes `through` from here
-    from .decoder import Layer, Rotations
+    from .decoder import Rotations
     from .heads import Angles, Attention
+    from .layer import Layer
     from .norm import Norm
 
 _BLOCK = 1024  # numbers of one program of `gate`

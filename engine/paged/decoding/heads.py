@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 if TYPE_CHECKING:  # it takes `attend` from here
-    from .decoder import Layer
+    from .layer import Layer
 
 Attention = Callable[[int, Tensor, Tensor | None], Tensor]
 """Number of the layer among those that keep keys and values, query [Hq, T, D], keys and then values [2 H, T, D] → [T,
@@ -45,7 +45,7 @@ def attend(layer: Layer, h: Tensor, angles: Angles, attention: Attention) -> Ten
         normed = _normed(layer, query_key) * layer.head_norm.to(h.dtype)
         is_whole = layer.rotates and angles.cosines.shape[-1] == layer.head_dim
         query_key = normed if is_whole else query_key.copy_(normed)
-    if layer.rotates:
+    if layer.rotates and angles.cosines.shape[-1]:
         _rotate(query_key, angles, heads)
     if angles.scales is not None:
         heads[: layer.num_q_heads] *= angles.scales

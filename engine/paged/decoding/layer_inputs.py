@@ -20,7 +20,7 @@ from .linear import Linear, MakeLinear, known_product
 from .norm import Norm
 
 if TYPE_CHECKING:  # it makes `PerLayerInputs`
-    from .decoder import Layer
+    from .layer import Layer
 
 
 class PerLayerInputs:

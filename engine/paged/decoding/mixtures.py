@@ -24,8 +24,8 @@ choice alone, and what they add to the sum of a row's shares."""
 class Routed:
     """One layer's mixture: a softmax or sigmoids of the routes to all experts, of which the largest few count."""
 
-    def __init__(self, module: Any, dtype: torch.dtype, kernels: Kernels) -> None:
-        """`module` is the model's own, and `is_known`."""
+    def __init__(self, module: Any, dtype: torch.dtype, kernels: Kernels, factor: float = 1.0) -> None:
+        """`module` is the model's own, and `is_known`; what it adds is multiplied by `factor`."""
         self.gate, self.packed = router_of(module), module.experts
         self.experts, self.kernels = self.packed.compiled, kernels
         self.used = used_of(module)
@@ -47,7 +47,7 @@ class Routed:
             self.choosing = Choosing(self.used, True, factors=factors)
         router: Product | None = self._router.product
         assert router is not None
-        self.mixture: Mixture = self.experts.mixture(router, self.choosing)
+        self.mixture: Mixture = self.experts.mixture(router, self.choosing, factor)
 
     @staticmethod
     def is_known(module: Any, dtype: torch.dtype, kernels: Kernels) -> bool:

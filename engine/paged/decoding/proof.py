@@ -237,9 +237,7 @@ class _Reference:
         return advance(layer, x, self._rotations[layer.kind], self._attend, self._step.states, inputs)
 
     def head(self, x: Tensor) -> Tensor:
-        logits = self._exact(self._decoder.head.product)(self._decoder.norm(x))
-        cap = self._decoder.softcap
-        return logits if cap is None else cap * (logits / cap).tanh()
+        return self._decoder.scaled(self._exact(self._decoder.head.product)(self._decoder.norm(x)))
 
     def _exact(self, product: Product | None) -> _Exact:
         assert product is not None

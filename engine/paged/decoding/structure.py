@@ -23,6 +23,12 @@ _NAMES = {  # of LFM2's modules; others have these
     "q_layernorm": "q_norm",
     "k_layernorm": "k_norm",
     "out_proj": "o_proj",
+    "final_layernorm": "norm",  # of Bamba's
+    "pre_ff_layernorm": "post_attention_layernorm",
+    "shared_mlp": "mlp",  # of Granite's, which have experts beside it, or without it
+    "block_sparse_moe": "mixture",
+    "input_linear": "gate_up_proj",
+    "output_linear": "down_proj",
 }
 BODY = {"embed_tokens", "layers", "norm", "rotary_emb"}
 INPUTS = {"embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"}
@@ -40,6 +46,8 @@ _WITH_VALUE_NORM = _ATTENTION | _HEAD_NORMS | {"v_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _DELTA_NET = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "o_proj", "norm"}
 _SHORT_CONVOLUTION = {"in_proj", "o_proj"}
+_MAMBA = {"in_proj", "o_proj", "activation"}
+_JOINED = {"gate_up_proj", "down_proj", "activation"}
 GELU = {"GELUTanh"}  # the name of transformers' class
 OFFSET = {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm"}
 """The names of norms whose weights are to be added to 1."""
@@ -101,9 +109,15 @@ def is_plain(layer: Any) -> bool:
     if own == _BEHIND and _is_on_cpu(layer) and _is_gated(layer.mlp):
         norms = [layer.post_attention_layernorm, layer.post_feedforward_layernorm]
         return all(map(_is_norm, norms)) and _attends_plainly(layer.self_attn)
+    if "mixture" in own:
+        if not (_is_mixture(layer.block_sparse_moe) and ("mlp" not in own or _is_gated(part(layer, "mlp")))):
+            return False
+        own = own - {"mixture"} | {"mlp"}
     if not {"mlp", "input_layernorm", "post_attention_layernorm"} <= own:
         return False
-    mlp = part(layer, "mlp")
+    if getattr(layer, "residual_multiplier", 1) != 1 and not _is_on_cpu(layer):
+        return False
+    mlp = part(layer, "mlp") or part(layer, "mixture")
     norms = [part(layer, "input_layernorm"), part(layer, "post_attention_layernorm")]
     if "linear_attn" in own:
         return (
@@ -126,6 +140,13 @@ def is_plain(layer: Any) -> bool:
     if own == _LAYER | _AROUND | _BESIDE:
         norms += [getattr(layer, name) for name in sorted(_BESIDE) if "layernorm" in name]
         own -= _BESIDE
+    if "mamba" in own:
+        return (
+            own - {"mamba"} == _LAYER - {"self_attn"}
+            and _is_mamba(layer.mamba)
+            and (_is_gated(mlp) or _is_mixture(mlp))
+            and all(hasattr(norm, "variance_epsilon") for norm in norms)
+        )
     around = _AROUND if own == _LAYER | _AROUND and _is_on_cpu(layer) and _is_gated(mlp) else set[str]()
     if own - around != _LAYER or not (_is_gated(mlp) or _is_mixture(mlp)):
         return False
@@ -156,7 +177,26 @@ def _is_delta_net(module: Any) -> bool:
     )
 
 
-def _is_gated(mlp: nn.Module) -> bool:
+def _is_mamba(module: Any) -> bool:
+    """Whether it is one whose norm, if it has any, comes after its gates, and whose projection nothing multiplies."""
+    return (
+        children(module) - {"norm"} == _MAMBA
+        and type(module.activation).__name__ in SILU
+        and (module.norm is None or hasattr(module.norm, "group_size"))
+        and module.multipliers is None
+        and module.in_multiplier == 1
+        and _is_on_cpu(module)
+    )
+
+
+def _is_joined(mlp: nn.Module) -> bool:
+    """Whether one product makes gates and ups, gates first."""
+    return children(mlp) == _JOINED
+
+
+def _is_gated(mlp: Any) -> bool:
+    if _is_joined(mlp):
+        return type(mlp.activation).__name__ in SILU and _is_on_cpu(mlp)
     if children(mlp) == _MLP - {"act_fn"}:  # LFM2's, which are SiLU's
         return True
     if children(mlp) != _MLP:

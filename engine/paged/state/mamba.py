@@ -10,6 +10,7 @@ Heads of a group share queries and keys. Source: Dao and Gu, "Transformers are S
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -61,27 +62,27 @@ class Mamba(RecurrentLayer):
     def forward(self, hidden_states: Tensor, penstock_states: StateStep | None = None, **_: object) -> Tensor:
         """[1, T, E] → [1, T, E]; `penstock_states` says which slots the row's sequences use."""
         x = hidden_states[0]
-        projected: Tensor = self.in_proj(x if self.in_multiplier == 1.0 else x * self.in_multiplier)
+        projected = self.in_proj(x if self.in_multiplier == 1.0 else x * self.in_multiplier)
+        result: Tensor = self.out_proj(self.read([projected], penstock_states)[None])
+        return result
+
+    def read(self, made: Sequence[Tensor], step: StateStep | None) -> Tensor:
+        (projected,) = made
         if self.multipliers is not None:
             projected = projected * self.multipliers.to(projected.dtype)
         width, shared = self.num_heads * self.head_size, self.num_groups * self.key_size
         gate, mixed, dt = torch.split(projected, [width, width + 2 * shared, self.num_heads], dim=-1)
-        convolved: Tensor = self.activation(self.convolve(mixed, penstock_states))
-        assert penstock_states is not None  # or there is no convolution
+        convolved: Tensor = self.activation(self.convolve(mixed, step))
+        assert step is not None  # or there is no convolution
         x, key, query = torch.split(convolved, [width, shared, shared], dim=-1)
         values = x.view(len(x), self.num_heads, self.head_size)
         steps = functional.softplus(dt.float() + self.dt_bias).clamp(*self.dt_limit)  # [T, H]
         query, key = (each.view(len(each), self.num_groups, self.key_size) for each in (query, key))
         tokens = Tokens(query, key, values * steps[..., None], steps * self.rate)
-        said = (
-            self.scan(tokens, penstock_states, Rule(one_each, in_chunks))
-            .add_(values * self.direct)
-            .flatten(1)
-            .to(projected.dtype)
-        )
+        said = self.scan(tokens, step, Rule(one_each, in_chunks)).add_(values * self.direct).flatten(1)
+        said = said.to(projected.dtype)
         out: Tensor = said * functional.silu(gate) if self.norm is None else self.norm(said, gate)
-        result: Tensor = self.out_proj(out[None])
-        return result
+        return out
 
 
 def one_each(tokens: Tokens, states: Tensor) -> Tensor:

@@ -123,16 +123,8 @@ MIXED = [(prompt, name) for prompt in PROMPTS for name in NAMES]
     [
         (shape, "paged")
         for shape in (
-            "llama",
-            "qwen2",
-            "qwen3",
-            "gpt2",
-            "gemma2",
-            "gemma4_text",
-            "phi3",
-            "glm4",
-            "qwen3_5_text",
-            "lfm2",
+            *("llama", "qwen2", "qwen3", "gpt2", "gemma2", "gemma4_text", "phi3", "glm4", "qwen3_5_text", "lfm2"),
+            *("granite", "granitemoehybrid", "bamba"),
         )
     ]
     + [("llama", "hf"), ("gpt2", "hf")],

@@ -14,7 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from threads import torch_threads
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2MoeConfig, Qwen3_5TextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BambaConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
+    Qwen3_5TextConfig,
+)
 
 from penstock.engine.cpu.compiling import compiled
 from penstock.engine.cpu.library import Kernels, load_kernels
@@ -31,8 +38,11 @@ pytestmark = pytest.mark.skipif(not set(cpu_flags().split()) >= KERNEL_FLAGS, re
 
 DELTA_NETS: dict[str, Any] = {"num_keys": 2, "shared": 2, "key_size": 16, "value_size": 72, "taps": 4}
 CONVOLUTIONS: dict[str, Any] = {"size": 88, "taps": 3, "has_bias": True, "has_experts": False}
+MAMBA: dict[str, Any] = {"groups": 2, "shared": 2, "state": 24, "head": 72, "taps": 4, "kind": "dense"}
 SIZES = [DELTA_NETS, CONVOLUTIONS, CONVOLUTIONS | {"has_experts": True}]
-all_kinds = pytest.mark.parametrize("sizes", SIZES, ids=["delta nets", "convolutions", "experts"])
+SIZES += [MAMBA, MAMBA | {"kind": "experts", "head": 32}, MAMBA | {"kind": "rotating", "head": 64}]
+KINDS = ["delta nets", "convolutions", "experts", "mamba", "mamba experts", "mamba rotating"]
+all_kinds = pytest.mark.parametrize("sizes", SIZES, ids=KINDS)
 OTHERS = {one.name: one for one in VARIANTS if one.architecture == ARCHITECTURE and one.name in ("avx512", "avx2")}
 
 
@@ -61,13 +71,17 @@ def make_runner(
 ) -> Runner:
     torch.manual_seed(0)
     make: Any = AutoModelForCausalLM.from_config
-    config = short_convolutions(sizes) if "size" in sizes else delta_nets(sizes)
+    config = short_convolutions(sizes) if "size" in sizes else mamba(sizes) if "state" in sizes else delta_nets(sizes)
     model = make(config, attn_implementation=ATTENTION, dtype=dtype).eval()
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         if "norm" in name or "bias" in name:
             nn.init.uniform_(parameter, -0.5, 0.5)
-        if "norm" in name and "size" in sizes:
+        if "norm" in name and ("size" in sizes or "state" in sizes):
             parameter.data += 1
+        if name.endswith((".dt_bias", ".D")):
+            nn.init.uniform_(parameter, -1.5, 1.5)
+        elif "experts" in name and "state" in sizes:
+            nn.init.normal_(parameter, std=0.3)
     runner = Runner(model, 16, 256, ProductMaker(method, torch.device("cpu"), offered), offered)
     assert (runner._compiled is not None) is (offered is not None), runner.uncompiled
     runner.allocate([60])
@@ -113,6 +127,32 @@ def short_convolutions(sizes: dict[str, Any]) -> Lfm2Config | Lfm2MoeConfig:
     return Lfm2MoeConfig(**given, moe_intermediate_size=48, num_dense_layers=1)
 
 
+def mamba(sizes: dict[str, Any]) -> GraniteMoeHybridConfig | BambaConfig:
+    """Dense Granites, their mixtures, and those whose attention rotates half of each head."""
+    heads = sizes["groups"] * sizes["shared"]
+    given: dict[str, Any] = {
+        "vocab_size": 170,
+        "hidden_size": heads * sizes["head"] // 2,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "mamba_n_heads": heads,
+        "mamba_d_head": sizes["head"],
+        "mamba_n_groups": sizes["groups"],
+        "mamba_d_state": sizes["state"],
+        "mamba_d_conv": sizes["taps"],
+        "initializer_range": 0.3,
+    }
+    if sizes["kind"] == "rotating":
+        return BambaConfig(**given, attn_layer_indices=[1, 3])
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2} if sizes["kind"] == "experts" else None
+    given |= experts or {"num_local_experts": 0, "num_experts_per_tok": 0}
+    given |= {"embedding_multiplier": 6.0, "residual_multiplier": 0.7, "logits_scaling": 0.5}
+    given |= {"attention_multiplier": 0.3, "shared_intermediate_size": 72}
+    return GraniteMoeHybridConfig(**given, layer_types=["linear_attention", "full_attention"] * 2)
+
+
 def made_up(length: int, salt: int) -> list[int]:
     return [(7 * salt + index * index) % 170 for index in range(length)]
 
@@ -136,21 +176,34 @@ def distance(one: Tensor, other: Tensor) -> float:
     return float((one.double() - other.double()).norm() / other.double().norm().clamp(min=1e-12))
 
 
-FORMS = st.fixed_dictionaries(
-    {
-        "size": st.sampled_from([8, 24, 64, 72, 136]),
-        "taps": st.integers(2, 5),
-        "has_bias": st.booleans(),
-        "has_experts": st.booleans(),
-    }
-) | st.fixed_dictionaries(
-    {
-        "num_keys": st.integers(1, 3),
-        "shared": st.integers(1, 3),
-        "key_size": st.sampled_from([8, 16, 24, 64]),
-        "value_size": st.sampled_from([8, 24, 64, 72, 128]),
-        "taps": st.integers(2, 5),
-    }
+FORMS = (
+    st.fixed_dictionaries(
+        {
+            "size": st.sampled_from([8, 24, 64, 72, 136]),
+            "taps": st.integers(2, 5),
+            "has_bias": st.booleans(),
+            "has_experts": st.booleans(),
+        }
+    )
+    | st.fixed_dictionaries(
+        {
+            "groups": st.integers(1, 3),
+            "shared": st.integers(1, 3),
+            "state": st.sampled_from([8, 16, 24, 64]),
+            "head": st.sampled_from([8, 24, 32, 64, 72, 128]),
+            "taps": st.integers(2, 5),
+            "kind": st.sampled_from(["dense", "experts", "rotating"]),
+        }
+    )
+    | st.fixed_dictionaries(
+        {
+            "num_keys": st.integers(1, 3),
+            "shared": st.integers(1, 3),
+            "key_size": st.sampled_from([8, 16, 24, 64]),
+            "value_size": st.sampled_from([8, 24, 64, 72, 128]),
+            "taps": st.integers(2, 5),
+        }
+    )
 )
 
 

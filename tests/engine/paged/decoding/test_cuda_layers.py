@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.paged.decoding import cuda_layers as on_cuda
-from penstock.engine.paged.decoding.decoder import Layer, through
+from penstock.engine.paged.decoding.decoder import through
 from penstock.engine.paged.decoding.heads import Angles
+from penstock.engine.paged.decoding.layer import Layer
 from penstock.engine.paged.decoding.linear import Views
 from penstock.engine.vision.tower import Seen
 

@@ -11,12 +11,17 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GemmaConfig,
     GptOssConfig,
+    GraniteConfig,
+    GraniteMoeConfig,
+    GraniteMoeHybridConfig,
+    GraniteMoeSharedConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
@@ -42,6 +47,7 @@ from penstock.engine.paged.decoding.precision import in_float32
 from penstock.engine.paged.quantization.quantize import ProductMaker
 from penstock.engine.paged.runner import Runner
 
+GRANITES = (GraniteConfig, GraniteMoeConfig, GraniteMoeSharedConfig, GraniteMoeHybridConfig)
 compiled = pytest.mark.skipif(not set(cpu_flags().split()) >= KERNEL_FLAGS, reason="the kernels need AVX2")
 
 
@@ -85,6 +91,15 @@ def make_model(dtype: torch.dtype = torch.bfloat16, spread: float = 0.02, kind: 
         shape |= {"global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
         shape |= {"hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 170, "num_kv_shared_layers": 2}
         shape |= {"use_double_wide_mlp": True, "final_logit_softcapping": 2.0}
+    if kind in GRANITES:
+        shape |= {"embedding_multiplier": 6.0, "residual_multiplier": 0.7, "logits_scaling": 0.5}
+        shape |= {"attention_multiplier": 0.3}
+    if kind in GRANITES[1:]:
+        shape |= {"num_local_experts": 8, "num_experts_per_tok": 3, "shared_intermediate_size": 80}
+    if kind in (GraniteMoeHybridConfig, BambaConfig):  # only the layer with the index 3 attends
+        shape |= {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_state": 24}
+        types = ["full_attention" if index == 3 else "linear_attention" for index in range(6)]
+        shape |= {"layer_types": types} if kind is GraniteMoeHybridConfig else {"attn_layer_indices": [3]}
     config = kind(**shape, **more, num_key_value_heads=2, num_hidden_layers=6, initializer_range=spread)
     make: Any = AutoModelForCausalLM.from_config
     model = make(config, attn_implementation=ATTENTION, dtype=dtype).eval()
@@ -93,6 +108,8 @@ def make_model(dtype: torch.dtype = torch.bfloat16, spread: float = 0.02, kind: 
             nn.init.uniform_(parameter, 0.5, 1.5)
         elif name.endswith(("router.scale", "per_expert_scale")):
             nn.init.uniform_(parameter, 0.5, 2)
+        elif name.endswith((".dt_bias", ".D")):
+            nn.init.uniform_(parameter, -1.5, 1.5)
         elif "experts" in name or "sinks" in name or ".router." in name or name.endswith("gate.weight"):
             nn.init.normal_(parameter, std=spread)
     for name, buffer in model.named_buffers():
@@ -116,10 +133,11 @@ def run(model: Any, offered: Kernels | None, method: str | None = None) -> Runne
         *(GemmaConfig, Gemma2Config, Gemma3TextConfig, Gemma4TextConfig, Qwen3_5TextConfig),
         *(Qwen3_5MoeTextConfig, Qwen2MoeConfig, Lfm2Config, Lfm2MoeConfig),
         *(Olmo3Config, Exaone4Config, SmolLM3Config),
+        *(*GRANITES, BambaConfig),
     ],
 )
 def test_a_model_that_makes_roundings_larger_is_compiled(kind: Any, method: str | None) -> None:
-    spread = 0.3 if kind in (GptOssConfig, GemmaConfig) else 0.6  # those gates enlarge more
+    spread = 0.3 if kind in (GptOssConfig, GemmaConfig, GraniteConfig) else 0.6  # those enlarge more
     made = run(make_model(spread=spread, kind=kind), load_kernels(), method)
     assert made.uncompiled == "" and made._compiled is not None
 
@@ -430,6 +448,79 @@ def test_what_is_wrong_in_a_short_convolution_is_refused_and_named(
     made = run(make_model(spread=0.6, kind=Lfm2Config), load_kernels())
     assert made._compiled is None
     assert "from float32 in layer 1, more than" in made.uncompiled
+
+
+def mistake(*names: str) -> Callable[[CompiledDecoder], None]:
+    """Exchange two pointers of a Mamba-2 layer."""
+
+    def change(decoder: CompiledDecoder) -> None:
+        own: Any = decoder.remembering[1].mamba
+        first, second = (getattr(own, name) for name in names)
+        setattr(own, names[0], second)
+        setattr(own, names[1], first)
+
+    return change
+
+
+def change_mamba(name: str, value: float) -> Callable[[CompiledDecoder], None]:
+    def change(decoder: CompiledDecoder) -> None:
+        setattr(decoder.remembering[1].mamba, name, value)
+
+    return change
+
+
+def rescale_logits(decoder: CompiledDecoder) -> None:
+    decoder._model.logit_scale = 1
+
+
+def rescale_experts(decoder: CompiledDecoder) -> None:
+    routed(decoder, 3).mixture.factor = 1
+
+
+@compiled
+@pytest.mark.parametrize("method", [None, "int8"])
+@pytest.mark.parametrize(
+    "break_",
+    [
+        take_other_inputs,
+        mistake("shift", "direct"),
+        mistake("rates", "direct"),
+        change_mamba("num_groups", 1),
+        change_mamba("norm_size", 128),
+        change_mamba("most", 0.1),
+        change_mamba("least", 2.5),
+        read_others("mamba", "states"),
+        read_others("convolution", "inputs"),
+    ],
+)
+def test_what_is_wrong_in_a_layer_of_mamba_is_refused_and_named(
+    break_: Callable[[CompiledDecoder], None], method: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaking(break_, monkeypatch)
+    made = run(make_model(spread=0.3, kind=BambaConfig), load_kernels(), method)
+    assert made._compiled is None
+    assert "from float32 in layer 1, more than" in made.uncompiled
+
+
+@compiled
+@pytest.mark.parametrize("method", [None, "int8"])
+@pytest.mark.parametrize(
+    "break_, part",
+    [
+        (scale("residual", 1 / 0.7), "the choice of experts in layer 3"),  # what chooses them reads the sum
+        (rescale_experts, "layer 3"),
+        (forget_the_scale, "the model"),
+        (rescale_logits, "the head"),
+    ],
+    ids=lambda one: getattr(one, "__name__", None),
+)
+def test_a_multiplier_of_granite_that_is_wrong_is_refused_and_named(
+    break_: Callable[[CompiledDecoder], None], part: str, method: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaking(break_, monkeypatch)
+    made = run(make_model(spread=0.3, kind=GraniteMoeHybridConfig), load_kernels(), method)
+    assert made._compiled is None
+    assert f"from float32 in {part}, more than" in made.uncompiled
 
 
 def routed(decoder: CompiledDecoder, layer: int) -> Routed:

@@ -185,7 +185,7 @@ def test_a_successor_gives_the_same_tokens(
             assert tuple(second.tokens) == expected(reference_of, shape, OTHER)
 
 
-@pytest.mark.parametrize("shape", ["qwen3_5_text", "lfm2", "lfm2_moe"])
+@pytest.mark.parametrize("shape", ["qwen3_5_text", "lfm2", "lfm2_moe", "granitemoehybrid", "bamba"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @has_kernels
