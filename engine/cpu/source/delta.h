@@ -94,7 +94,7 @@ INLINE void advance(const Update *u, int64_t size, const float *from, int64_t st
     }
 }
 
-INLINE float dot(const float *a, const float *b, int64_t size) {
+INLINE float dot_product(const float *a, const float *b, int64_t size) {
     __m512 sum = _mm512_setzero_ps();
     for (int64_t i = 0; i < size; i += 16) {
         const __mmask16 mask = tail_mask(size - i);
@@ -120,7 +120,8 @@ static __attribute__((noinline)) void advance_states(Thread *t, const Delta *d, 
             const float *query = x + head / shared * D, *key = query + d->num_keys * D;
             const float decay = step->decays[row * H + head] + d->shift[head];
             const float softened = decay > 20 ? decay : log1pf(expf(decay));
-            const Update u = {query, key, expf(d->fading[head] * softened), 1 / (1 + expf(-rate)), dot(query, key, D)};
+            const float similarity = dot_product(query, key, D);
+            const Update u = {query, key, expf(d->fading[head] * softened), 1 / (1 + expf(-rate)), similarity};
             const int64_t target = step->targets[row], to_stride = target < 0 ? BLOCK : V;
             float *to = target < 0 ? between : d->states + (target * H + head) * D * V + column;
             float *values = x + 2 * d->num_keys * D + head * V + column;

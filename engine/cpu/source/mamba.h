@@ -49,9 +49,11 @@ typedef struct {
 } Write;
 
 /* Advance up to 64 columns of a state from `from` to `to`, which may be the same: rows of `stride` and `to_stride`
-   numbers, `part` vectors at a time. `values` become what the query reads, times SiLU of `gates`. */
+   numbers, `part` vectors at a time. `values` become what the query reads, times SiLU of `gates`. With `streams`, `to` is
+   a slot's, whose rows are lines of the cache. */
 INLINE void write_and_read(const Write *w, int64_t size, const float *from, int64_t stride, float *to,
-                           int64_t to_stride, float *values, const float *gates, int64_t width, int part) {
+                           int64_t to_stride, float *values, const float *gates, int64_t width, int part,
+                           int streams) {
     const __m512 decay = _mm512_set1_ps(w->decay), step = _mm512_set1_ps(w->step), direct = _mm512_set1_ps(w->direct);
     for (int64_t i = 0; i < width; i += 16 * part) {
         __mmask16 masks[4];
@@ -66,7 +68,8 @@ INLINE void write_and_read(const Write *w, int64_t size, const float *from, int6
             for (int j = 0; j < part; j++) {
                 __m512 state = _mm512_mul_ps(decay, load(from, k * stride + i + 16 * j, masks[j], 0));
                 state = _mm512_fmadd_ps(key, given[j], state);
-                store(to, k * to_stride + i + 16 * j, state, masks[j], 0);
+                if (streams) stream(to + k * to_stride + i + 16 * j, state);
+                else store(to, k * to_stride + i + 16 * j, state, masks[j], 0);
                 read[j] = _mm512_fmadd_ps(query, state, read[j]);
             }
         }
@@ -100,11 +103,16 @@ static __attribute__((noinline)) void write_states(Thread *t, const Mamba *m, co
             const Write w = {key, query, expf(m->rates[head] * size), size, m->direct[head]};
             const int64_t target = step->targets[row], to_stride = target < 0 ? BLOCK : P;
             float *to = target < 0 ? between : m->states + (target * H + head) * N * P + column;
-            if (width == BLOCK) write_and_read(&w, N, from, stride, to, to_stride, values, gates, BLOCK, WIDE(2));
-            else if (width == 32) write_and_read(&w, N, from, stride, to, to_stride, values, gates, 32, 2);
-            else write_and_read(&w, N, from, stride, to, to_stride, values, gates, width, 1);
+            const int streams = target >= 0 && P % 16 == 0 && (uintptr_t)to % 64 == 0;
+            if (width == BLOCK && streams)
+                write_and_read(&w, N, from, stride, to, to_stride, values, gates, BLOCK, WIDE(2), 1);
+            else if (width == 32 && streams)
+                write_and_read(&w, N, from, stride, to, to_stride, values, gates, 32, 2, 1);
+            else
+                write_and_read(&w, N, from, stride, to, to_stride, values, gates, width, WIDE(2), 0);
             from = to, stride = to_stride;
         }
+        streamed();
     }
     wait_for_all(t);
 }

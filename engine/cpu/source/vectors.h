@@ -51,6 +51,25 @@ INLINE void store(void *to, int64_t i, __m512 v, __mmask16 mask, int half) {
     else _mm512_mask_storeu_ps((float *)to + i, mask, v);
 }
 
+/* Store 16 numbers that nobody reads soon, past the caches if the processor can: a line of them, 64 bytes. Call
+   `streamed` before other threads read them. */
+INLINE void stream(float *to, __m512 v) {
+#if defined __AVX512BW__
+    _mm512_stream_ps(to, v);
+#elif defined __x86_64__
+    _mm256_stream_ps(to, v.low);
+    _mm256_stream_ps(to + 8, v.high);
+#else
+    _mm512_storeu_ps(to, v);
+#endif
+}
+
+INLINE void streamed(void) {
+#ifdef __x86_64__
+    _mm_sfence();
+#endif
+}
+
 /* e^x within 2 units in the last place: 2^n times a polynomial on |r| <= ln 2 / 2. NaN stays NaN. */
 INLINE __m512 exponential(__m512 x) {
     x = _mm512_max_ps(_mm512_set1_ps(-104), _mm512_min_ps(_mm512_set1_ps(89), x));

@@ -139,13 +139,20 @@ class _Exact(Unfused):
 
 
 class _Kept(_Exact):
-    """One whose inputs and outputs are rounded as the kernels round them, which keep these for the tokens that follow.
+    """One whose inputs and `kept` outputs are rounded as the kernels round them, which keep these for the tokens that
+    follow.
 
     A head that reads little from its state is normalised all the same, which makes the smallest differences large.
     """
 
+    def __init__(self, product: Product, dtype: torch.dtype, kept: slice) -> None:
+        super().__init__(product, dtype)
+        self._kept = kept
+
     def __call__(self, x: Tensor) -> Tensor:
-        return super().__call__(x.to(self._dtype).float()).to(self._dtype).float()
+        made = super().__call__(x.to(self._dtype).float())
+        made[:, self._kept] = made[:, self._kept].to(self._dtype).float()
+        return made
 
 
 class Choice:
@@ -230,8 +237,8 @@ class _Reference:
             setattr(layer, name, self._exact(getattr(layer, name).product))
         if layer.state is not None:
             layer.state = layer.state.apart(2 * self._num_slots, len(x))
-        if layer.is_delta_net:
-            layer.qkv = _Kept(layer.qkv.product, self._setting.dtype)
+        if layer.is_delta_net or layer.is_mamba:
+            layer.qkv = _Kept(layer.qkv.product, self._setting.dtype, layer.state.kept)
         if choice is not None:
             layer.mixture = partial(choice.mix, self._rows, self._setting.dtype)
         return advance(layer, x, self._rotations[layer.kind], self._attend, self._step.states, inputs)

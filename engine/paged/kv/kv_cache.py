@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_LINE = 64  # bytes
+
 
 class LayerSpec(NamedTuple):
     """What one attention layer stores for a token: `num_heads` keys of `key_dim` and values of `value_dim` numbers.
@@ -109,8 +111,11 @@ class PagePool(Pool):
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A zeroed tensor; on a CPU Linux allocates its pages at first use. Masked slots are read too: keep them finite."""
+    """A zeroed tensor; on a CPU it starts with a line of the cache, and Linux allocates its pages at first use. Masked
+    slots are read too: keep them finite."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = int(np.prod(shape)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+    room = np.zeros(size + _LINE, dtype=np.uint8)
+    start = -room.ctypes.data % _LINE
+    return torch.from_numpy(room[start : start + size]).view(dtype).view(shape)

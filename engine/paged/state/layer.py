@@ -41,6 +41,9 @@ class Rule(NamedTuple, Generic[T]):
 class StateLayer(nn.Module):
     """Replaces transformers' layer, with its modules. Call `allocate` before the first step."""
 
+    kept = slice(None)
+    """Which numbers of what the first projection makes the convolution keeps."""
+
     def __init__(self, convolution: nn.Conv1d) -> None:
         super().__init__()
         self.taps: Tensor = convolution.weight.detach().float().squeeze(1).T.contiguous()  # [K, C]

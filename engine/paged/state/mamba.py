@@ -50,6 +50,8 @@ class Mamba(RecurrentLayer):
         self.dt_bias: Tensor = layer.dt_bias.detach().float()
         self.dt_limit: tuple[float, float] = layer.time_step_limit
         self.direct: Tensor = layer.D.detach().float()[:, None]  # [H, 1]
+        width = self.num_heads * self.head_size
+        self.kept = slice(width, width + self.taps.shape[1])
         # Falcon-H1 scales what goes into the projection, and each part of what comes out of it.
         self.in_multiplier: float = getattr(layer, "ssm_in_multiplier", 1.0)
         multipliers: Tensor | None = getattr(layer, "mup_vector", None)
