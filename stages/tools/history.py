@@ -25,6 +25,7 @@ MAX_REFERENCES = 100  # of one request
 MAX_LINKS = 32
 MAX_BYTES = 64 << 20  # of the stored responses of a chain; a prompt must fit into a message, which is smaller
 CACHED_BYTES = 32 << 20
+_OF_OBJECTS = 6 << 10  # bytes that a response in memory takes besides its stored ones
 COPY_AFTER = 1 / 30  # of the lifetime of a response
 
 _of_response = re.compile(r"[a-z]+_([0-9a-f]{32})").match
@@ -127,9 +128,9 @@ class History:
             raise _unknown(id)
         if stored.ended is not None and (tenant, id) not in self._cached:
             self._cached[tenant, id] = stored
-            self._cached_bytes += stored.size
+            self._cached_bytes += stored.size + _OF_OBJECTS
             while self._cached_bytes > CACHED_BYTES:
-                self._cached_bytes -= self._cached.popitem(last=False)[1].size
+                self._cached_bytes -= self._cached.popitem(last=False)[1].size + _OF_OBJECTS
         return stored
 
 

@@ -14,6 +14,7 @@ import pytest_asyncio
 from penstock.schemas.errors import InvalidRequest, StreamNotFound
 from penstock.schemas.loops import Begun, Ended, Items, LoopJob, Turned
 from penstock.schemas.openai.responses import parse_responses
+from penstock.stages.tools import history
 from penstock.stages.tools.history import COPY_AFTER, MAX_LINKS, History
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.stores.conversations import Conversation, Conversations
@@ -137,6 +138,27 @@ async def test_a_chain_is_read_many_at_a_time(archive: Archive) -> None:
     log = Counting(archive.log._entries, archive.log._ledger)
     await History(log, archive.conversations, TTL).items(last.job, last)
     assert most == MAX_LINKS - 1
+
+
+async def test_short_responses_in_memory_count_for_what_they_take(
+    archive: Archive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As objects they are several times as large as they are stored."""
+    monkeypatch.setattr(history, "CACHED_BYTES", 120_000)
+    chains = [await archive.chain(2) for _ in range(20)]
+    stored = await archive.log.read("t", chains[0][0].job.id)
+    assert stored is not None and 20 * stored.size < 120_000
+    read: list[str] = []
+
+    class Noting(ResponseLog):
+        async def read(self, tenant: str, id: str, *, hidden: bool = False) -> Any:
+            read.append(id)
+            return await super().read(tenant, id, hidden=hidden)
+
+    reader = History(Noting(archive.log._entries, archive.log._ledger), archive.conversations, TTL)
+    for _, last in (*chains, chains[0]):
+        await reader.items(last.job, last)
+    assert read.count(chains[0][0].job.id) == 2 and len(read) == 21
 
 
 async def test_what_is_deleted_within_a_chain_stays_in_the_history_of_what_follows(archive: Archive) -> None:
