@@ -219,8 +219,8 @@ class _Reference:
             setattr(layer, name, self._exact(getattr(layer, name).product))
         if layer.state is not None:
             layer.state = layer.state.apart(2 * self._num_slots, len(x))
-        if layer.is_delta_net or layer.is_mamba:
-            layer.qkv = _Kept(layer.qkv.product, self._setting.dtype, layer.state.kept)
+            if layer.is_delta_net or layer.is_mamba:
+                layer.qkv = _Kept(layer.qkv.product, self._setting.dtype, layer.state.kept)
         if choice is not None:
             layer.mixture = partial(choice.mix, self._rows, self._setting.dtype)
         return advance(layer, x, self._rotations[layer.kind], self._attend, self._step.states)
