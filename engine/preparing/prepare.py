@@ -266,8 +266,8 @@ def _tools(request: ChatRequest) -> tuple[Sequence[Tool], Choice, str | None]:
 
 
 def _schemas(tools: Sequence[Tool], named: str | None) -> dict[str, dict[str, Any]]:
-    """The schemas that the grammar enforces on arguments, of the tool `named` alone if there is one; those that are not
-    strict only if all of each can be enforced, and they are short enough together.
+    """The schemas that the grammar enforces on arguments, of the tool `named` alone if there is one; of those that are
+    not strict only ones of which all can be enforced, and as many as are short enough together, the shortest first.
 
     Raises `InvalidRequest` for an invalid schema, and for a strict one that cannot be enforced.
     """
@@ -289,8 +289,11 @@ def _schemas(tools: Sequence[Tool], named: str | None) -> dict[str, dict[str, An
         schemas[function.name] = json.loads(text)
         if not function.strict:
             free[function.name] = len(text)
-    if sum(free.values()) > _MOST_ENFORCED:
-        return {name: schema for name, schema in schemas.items() if name not in free}
+    left = _MOST_ENFORCED
+    for name, length in sorted(free.items(), key=lambda one: one[1]):
+        left -= length
+        if left < 0:
+            del schemas[name]
     return schemas
 
 
