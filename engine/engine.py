@@ -181,8 +181,8 @@ class InferenceEngine:
 
         `request_id` is the id for `cancel`, by default a random one. Raises as `agenerate` does, at the first step.
         """
-        await self.prepare(params)
-        handle = self.open(await self._prompts.request(prompt, params, request_id, adapter))
+        await self.prepare((request := await self._prompts.request(prompt, params, request_id, adapter)).params)
+        handle = self.open(request)
         try:
             while not handle.finished:
                 for delta in await handle.take():

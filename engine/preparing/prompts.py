@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from operator import index
 from typing import cast
 
 from ...schemas.errors import InvalidRequest
@@ -55,7 +57,8 @@ class Prompts:
     async def request(
         self, prompt: Prompt, params: GenerationParams, request_id: str | None = None, adapter: str | None = None
     ) -> EngineRequest:
-        """A request with an id, random if it is None, and a seed. Raises `InvalidRequest`."""
+        """A request with an id, random if it is None, and a seed. Raises `InvalidRequest`, `TypeError`."""
+        _check(params)
         name, seed = request_id or uuid.uuid4().hex, resolve_seed(params)
         if not isinstance(prompt, ImageText):
             return EngineRequest(name, self.ids(prompt), params, seed, adapter=adapter)
@@ -64,7 +67,34 @@ class Prompts:
         return EngineRequest(name, tuple(found.ids), params, seed, adapter=adapter, images=found.images)
 
     def ids(self, prompt: Prompt) -> tuple[int, ...]:
-        """The tokens of text, or token ids. Raises `InvalidRequest` for images."""
+        """The tokens of text, or token ids. Raises `InvalidRequest` for images, `TypeError` for what is no prompt."""
         if isinstance(prompt, ImageText):
             raise InvalidRequest("Images cannot be embedded; send text.", code="unsupported_capability")
-        return tuple(self._backend.tokenizer.encode(prompt, True) if isinstance(prompt, str) else prompt)
+        if isinstance(prompt, str):
+            return tuple(self._backend.tokenizer.encode(_whole(prompt), True))
+        if not isinstance(prompt, bytes):  # whose parts are numbers, too
+            with suppress(TypeError):
+                return tuple(map(index, prompt))
+        raise TypeError(
+            f"a prompt must be text, token ids or an ImageText, not {_kind(prompt)}; make one of messages by "
+            "engine.tokenizer.encode_chat(messages, add_generation_prompt=True)"
+        )
+
+
+def _check(params: object) -> None:
+    if not isinstance(params, GenerationParams):
+        raise TypeError(f"params must be GenerationParams, not {_kind(params)}; write GenerationParams(max_tokens=…)")
+
+
+def _kind(given: object) -> str:
+    parts = {type(each).__name__ for each in given} if isinstance(given, list | tuple) else set()
+    return f"{type(given).__name__}{' of ' if parts else ''}{' and '.join(sorted(parts))}"
+
+
+def _whole(text: str) -> str:
+    """Text in which half a character, of a pair of surrogates, is the replacement character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text

@@ -69,6 +69,32 @@ def test_a_list_of_prompts_gives_a_list(echo: InferenceEngine) -> None:
     assert echo.generate([], GenerationParams()) == []
 
 
+@pytest.mark.parametrize(
+    ("prompt", "params", "fault"),
+    [
+        ([{"role": "user", "content": "Hi"}], GenerationParams(), r"not dict; make one of messages by .*encode_chat"),
+        ({"role": "user"}, GenerationParams(), "a prompt must be text, token ids or an ImageText, not dict"),
+        ([[1, 2.5]], GenerationParams(), "not list of float and int"),
+        (b"Hi", GenerationParams(), "not bytes"),
+        (None, GenerationParams(), "not NoneType"),
+        ("Hi", {"max_tokens": 1}, r"params must be GenerationParams, not dict; write GenerationParams\(max_tokens"),
+    ],
+)
+async def test_what_is_no_prompt_is_refused_in_words(
+    echo: InferenceEngine, prompt: Any, params: Any, fault: str
+) -> None:
+    with pytest.raises(TypeError, match=fault):
+        await echo.agenerate(prompt, params)
+    with pytest.raises(TypeError, match=fault):
+        await anext(echo.generate_stream(prompt[0] if isinstance(prompt, list) else prompt, params))
+
+
+def test_half_a_character_is_the_replacement_character(echo: InferenceEngine) -> None:
+    params = GenerationParams(max_tokens=8)
+    cut, other = echo.generate(["a \ud83d b", "a \ufffd b"], params)
+    assert cut.token_ids == other.token_ids
+
+
 async def test_generate_works_inside_a_running_loop(echo: InferenceEngine) -> None:
     assert echo.generate("here", GenerationParams()).text == "here"
 
