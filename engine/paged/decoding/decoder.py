@@ -88,13 +88,14 @@ class Layer:
     mlp_after: Norm | None = None
     head_norm: Tensor | None = None
     epsilon = 0.0
-    has_gelu = has_gates = False
+    has_gelu = has_gates = is_joined = is_mamba = False
+    residual = 1.0
     num_q_heads = num_kv_heads = head_dim = 0
 
     def __init__(self, module: Any, make: MakeLinear, kind: str | None = None, number: int = 0) -> None:
         """`kind` is whose rotations it uses, `number` its own among the layers that attend."""
         mlp, self.kind, self.number = part(module, "mlp") or part(module, "mixture"), kind, number
-        self.residual: float = getattr(module, "residual_multiplier", 1.0)
+        self.residual = float(getattr(module, "residual_multiplier", 1.0))
         self.attention_norm = Norm(part(module, "input_layernorm"))
         if hasattr(module, "pre_feedforward_layernorm"):
             self.attention_after, self.mlp_after = (

@@ -135,7 +135,7 @@ def _is_mamba(module: Any) -> bool:
 
 def is_joined(mlp: nn.Module) -> bool:
     """Whether one product makes gates and ups, gates first."""
-    return children(mlp) == _JOINED
+    return part(mlp, "gate_up_proj") is not None and children(mlp) == _JOINED
 
 
 def _is_gated(mlp: Any) -> bool:
