@@ -167,6 +167,14 @@ def test_without_onednn_the_kernels_multiply_everything(
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize(("target", "variant"), [("linux-aarch64", "neon"), ("darwin-aarch64", "dotprod")])
+def test_a_wheel_has_libraries_for_other_systems(target: str, variant: str, tmp_path: Path) -> None:
+    """What nobody could run here must compile at least: a name that is taken there alone would go unnoticed."""
+    (path,) = build_kernels.build([target], tmp_path, [variant])
+    content = path.read_bytes()
+    assert all(symbol.encode() in content for symbol in ("multiply_rows", "step", "pack_blocks"))
+
+
 CROSS = ["aarch64-linux-gnu-gcc", "qemu-aarch64"]
 
 
