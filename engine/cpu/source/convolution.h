@@ -38,6 +38,9 @@ INLINE __m512 input_at(const Convolution *v, const Stretch *s, const float *x, i
     return load(v->inputs, ((s->source + 1) * (v->num_taps - 1) - before) * C + c, mask, half);
 }
 
+/* log(1 + e^x), by which states fade. NaN stays NaN. */
+INLINE float softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }
+
 /* Up to 16 channels of row `row` after the convolution; their last inputs go into its slot, if it has one. */
 INLINE __m512 convolved_at(const Convolution *v, const Stretch *s, const int64_t *targets, const float *x,
                            int64_t stride, int64_t row, int64_t c, __mmask16 mask, int half) {

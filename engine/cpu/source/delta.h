@@ -119,9 +119,8 @@ static __attribute__((noinline)) void advance_states(Thread *t, const Delta *d, 
             float *x = step->convolved + row * C, rate = step->rates[row * H + head];
             const float *query = x + head / shared * D, *key = query + d->num_keys * D;
             const float decay = step->decays[row * H + head] + d->shift[head];
-            const float softened = decay > 20 ? decay : log1pf(expf(decay));
             const float similarity = dot_product(query, key, D);
-            const Update u = {query, key, expf(d->fading[head] * softened), 1 / (1 + expf(-rate)), similarity};
+            const Update u = {query, key, expf(d->fading[head] * softplus(decay)), 1 / (1 + expf(-rate)), similarity};
             const int64_t target = step->targets[row], to_stride = target < 0 ? BLOCK : V;
             float *to = target < 0 ? between : d->states + (target * H + head) * D * V + column;
             float *values = x + 2 * d->num_keys * D + head * V + column;

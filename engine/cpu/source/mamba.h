@@ -49,8 +49,8 @@ typedef struct {
 } Write;
 
 /* Advance up to 64 columns of a state from `from` to `to`, which may be the same: rows of `stride` and `to_stride`
-   numbers, `part` vectors at a time. `values` become what the query reads, times SiLU of `gates`. With `streams`, `to` is
-   a slot's, whose rows are lines of the cache. */
+   numbers, `part` vectors at a time. `values` become what the query reads, times SiLU of `gates`. With `streams`, `to`
+   is a slot's, whose rows are lines of the cache. */
 INLINE void write_and_read(const Write *w, int64_t size, const float *from, int64_t stride, float *to,
                            int64_t to_stride, float *values, const float *gates, int64_t width, int part,
                            int streams) {
@@ -97,9 +97,8 @@ static __attribute__((noinline)) void write_states(Thread *t, const Mamba *m, co
             const float *made = x + row * projected(m), *gates = made + head * P + column;
             float *inputs = step->convolved + row * C, *values = inputs + head * P + column;
             const float *key = inputs + H * P + head / shared * N, *query = key + m->num_groups * N;
-            const float given = made[H * P + C + head] + m->shift[head];
-            const float softened = given > 20 ? given : log1pf(expf(given)); /* NaN stays NaN */
-            const float size = softened < m->least ? m->least : softened > m->most ? m->most : softened;
+            const float given = softplus(made[H * P + C + head] + m->shift[head]);
+            const float size = given < m->least ? m->least : given > m->most ? m->most : given; /* NaN stays NaN */
             const Write w = {key, query, expf(m->rates[head] * size), size, m->direct[head]};
             const int64_t target = step->targets[row], to_stride = target < 0 ? BLOCK : P;
             float *to = target < 0 ? between : m->states + (target * H + head) * N * P + column;

@@ -71,7 +71,8 @@ INLINE void choose_experts(const Mixture *m, int64_t row, const Room *room) {
     }
 }
 
-/* 16 numbers of the sums [2 I] of a slot: SiLU(gate) * up, or GELU(gate) * up; clamped ones, gate * sigmoid(alpha * gate) * (up + 1). */
+/* 16 numbers of the sums [2 I] of a slot: SiLU(gate) * up, or GELU(gate) * up; clamped ones, gate * sigmoid(alpha *
+   gate) * (up + 1). */
 INLINE __m512 gated(const Mixture *m, const float *sums, int64_t count, int64_t i, __mmask16 mask) {
     if (!m->is_clamped) {
         const __m512 own = load(sums, i, mask, 0);
