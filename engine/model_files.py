@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from math import prod
 from typing import Any, NamedTuple, Self
 
 from ..schemas.sources import is_gguf
 from .checkpoints.gguf.file import read_gguf
 from .checkpoints.quantized import PRECISE
-from .checkpoints.widths import WIDTHS, byte_widths, gguf_widths, packed_widths
+from .checkpoints.widths import TABLES, WIDTHS, byte_widths, gguf_widths, packed_widths, tables_in_rows
 from .config import EngineConfig
 from .cpu.machine import KERNEL_FLAGS, computes_bfloat16, cpu_flags
 from .discovery import files_for, find_backend
@@ -56,6 +56,7 @@ class ModelFiles(NamedTuple):
     number: int  # bytes of each number as it is loaded
     widths: Mapping[str, float]  # bytes of a number of the weights whose levels are kept, by their names
     in_bytes: Mapping[str, float]  # the same of those whose bytes a GPU keeps
+    rows: Set[str]  # the weights of embeddings that stay in the blocks of a GGUF file
     sizes: Mapping[str, int]  # numbers of each weight
     stored: int  # bytes of all tensors of a GGUF file; 0 of another
     mutual: int  # tokens of an image that one step computes, however few it computes of text
@@ -87,6 +88,7 @@ class ModelFiles(NamedTuple):
             number=_BYTES.get(name, 4),
             widths={name: width for name, width in widths.items() if not is_of_tower(name)},
             in_bytes=in_bytes,
+            rows=tables_in_rows(gguf) if gguf else frozenset(),
             sizes=sizes,
             stored=sum(tensor.nbytes for tensor in gguf.tensors.values()) if gguf else 0,
             mutual=family.mutual(whole) if family else 0,
@@ -114,16 +116,18 @@ class ModelFiles(NamedTuple):
             kept = int(self.embedding * self.number + seeing + packed)
             tied = WIDTHS["int8"]
         elif packs and widths and self._keeps_levels(config, device):
-            embedding = next((name for name in widths if name.endswith(_EMBEDDING)), "")  # looked up in the dtype
-            saved = sum(self.sizes[name] * (self.number - width) for name, width in widths.items())
-            kept = int(expanded - saved + self.sizes.get(embedding, 0) * (self.number - widths.get(embedding, 0)))
+            embedding = next((name for name in widths if name.endswith(_EMBEDDING)), "")
+            expands = {name for name in widths if name.removesuffix(".weight").endswith(TABLES)} - self.rows
+            saved = sum(self.sizes[name] * (self.number - widths[name]) for name in widths.keys() - expands)
+            kept = int(expanded - saved)
             tied = widths.get(embedding, tied)
         else:
             kept = expanded
         if packs and not self.head:  # the embedding is the head, whose product packs a copy of it
             kept += int(self.embedding * tied)
         if packs and config.quantization is None and (self.method or widths) and self._keeps_levels(config, device):
-            most = kept + _PACKING * max(self.sizes.values())  # each weight is packed as it is read
+            largest = max(size for name, size in self.sizes.items() if name not in self.rows)
+            most = kept + _PACKING * largest  # each weight is packed as it is read
             return Weights(most, kept, most)
         return Weights(expanded, kept, int(expanded * _LOADING) if device == "cpu" else expanded)
 

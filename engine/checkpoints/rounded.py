@@ -18,12 +18,14 @@ from ...schemas.errors import ModelLoadError
 from .files import read_header, read_json, weight_files
 from .lazy import LazyWeight
 from .quantized import GROUP_SIZE, Quantized
+from .widths import TABLES, stays_in_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _SHARD = 4 << 30  # bytes of a weight file, unless one tensor is larger
-_EMBEDDING = "embed_tokens"
+TABLE = "table"
+"""The attribute of a module of embeddings whose weight is absent: its `Blocks`."""
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 
 
@@ -185,20 +187,31 @@ def _transposed(parts: Sequence[LazyWeight]) -> Tensor:
 
 def without_numbers(
     weights: Mapping[str, LazyWeight],
-    names: Iterable[str],
+    readers: Mapping[str, ReadRounded],
     shapes: Mapping[str, Sequence[int]],
     dtype: torch.dtype,
     takes: TakesLevels,
+    has_rows: bool = True,
 ) -> dict[str, LazyWeight]:
-    """The weights, with an `absent` one for each of the modules in `names`: `attach` gives those their levels.
+    """The weights, with an `absent` one for each of the modules in `readers`: `attach` gives those their levels.
 
-    Embeddings keep their numbers, which are looked up, and so do heads that are tied to one.
+    Embeddings keep their numbers, which are looked up, and so do heads that are tied to one; except for large ones, if
+    the caller `has_rows` that it looks up in blocks.
     """
     found = {**weights}
-    for name in (f"{module}.weight" for module in names if not module.endswith(_EMBEDDING)):
-        if name in shapes and takes(dtype, shapes[name][1]):
+    for module, read in readers.items():
+        name = f"{module}.weight"
+        if name not in shapes or not takes(dtype, shapes[name][1]):
+            continue
+        if not module.endswith(TABLES) or (has_rows and _table(read, shapes[name]) is not None):
             found[name] = LazyWeight(partial(absent, shapes[name], dtype))
     return found
+
+
+def _table(read: ReadRounded, shape: Sequence[int]) -> Blocks | None:
+    """Embeddings whose rows stay in blocks; None for others."""
+    blocks = blocks_of([read])
+    return blocks[0] if len(blocks) == 1 and stays_in_rows(shape, blocks[0].kind) else None
 
 
 def absent(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -229,7 +242,10 @@ def attach(model: Any, found: Mapping[str, ReadRounded], experts: Mapping[str, A
         if module is None:
             continue
         if type(module) is not nn.Linear and is_absent(module.weight):
-            module.weight.data = _expand(read, module.weight.dtype)
+            if name.endswith(TABLES) and (table := _table(read, module.weight.shape)) is not None:
+                vars(module)[TABLE] = table
+            else:
+                module.weight.data = _expand(read, module.weight.dtype)
         if module is embedding and head is not None and head.weight is module.weight:
             module = head
         if type(module) is nn.Linear:
@@ -238,7 +254,7 @@ def attach(model: Any, found: Mapping[str, ReadRounded], experts: Mapping[str, A
         module = modules[name]
         vars(module)["rounded"] = readers
     for name, weight in model.named_parameters():
-        if is_absent(weight) and not hasattr(modules[name.rpartition(".")[0]], "rounded"):
+        if is_absent(weight) and vars(modules[name.rpartition(".")[0]]).keys().isdisjoint(("rounded", TABLE)):
             raise ModelLoadError(f"{name} has levels in its file, and cannot use them; choose another checkpoint")
 
 

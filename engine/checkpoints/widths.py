@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import prod
 
 from .gguf.file import Gguf
 from .gguf.pairs import weights_of
 from .gguf.types import BLOCKS
 from .packed import PackedWeight, Packing
 from .quantized import GROUP_SIZE
+
+TABLES = ("embed_tokens", "embed_tokens_per_layer")
+"""How the names of modules of embeddings end."""
+
+LARGE_TABLE = 200_000_000
+"""Embeddings of so many numbers stay in the blocks of a GGUF file: only in small models it is seen in a step that rows
+are read from blocks."""
+
+READABLE_ROWS = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4"})
+"""The types of these blocks."""
+
 
 WIDTHS = {"int8": 1.1, "int4": 0.6}
 """Bytes of a number in our own forms, scales included."""
@@ -34,6 +46,20 @@ def gguf_widths(gguf: Gguf) -> dict[str, float]:
         for name, kinds in types.items()
         if all(BLOCKS[kind][0] > 1 for kind in kinds)
     }
+
+
+def tables_in_rows(gguf: Gguf) -> set[str]:
+    """The embeddings whose rows stay in blocks, by the names of their weights."""
+    return {
+        name
+        for name, weight in weights_of(gguf).items()
+        if name.removesuffix(".weight").endswith(TABLES) and stays_in_rows(weight.shape, next(iter(weight.types)))
+    }
+
+
+def stays_in_rows(shape: Sequence[int], kind: str) -> bool:
+    """Whether the rows of embeddings [V, E] stay in blocks of a type."""
+    return len(shape) == 2 and prod(shape) >= LARGE_TABLE and kind in READABLE_ROWS
 
 
 def packed_widths(weights: Mapping[str, PackedWeight | str], packing: Packing) -> dict[str, float]:

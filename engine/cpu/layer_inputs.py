@@ -6,6 +6,7 @@ import ctypes
 from typing import ClassVar
 
 from .library import Product
+from .rows import Table
 
 _INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
@@ -15,7 +16,8 @@ class LayerInputs(ctypes.Structure):
 
     _fields_: ClassVar = [
         ("projection", Product),
-        *((name, _POINTER) for name in ("embeddings", "norm")),
+        ("embeddings", Table),
+        *((name, _POINTER) for name in ("found", "norm")),
         *((name, _INT) for name in ("size", "are_given")),
         ("made", _POINTER),
         *((name, _FLOAT) for name in ("epsilon", "scale", "projection_scale", "sum_scale")),

@@ -112,6 +112,7 @@ class Kernels:
         library.mix_rows.argtypes = [_POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT]
         library.mix_rows.restype = _INT
         library.pack_blocks.argtypes = [_INT, _POINTER, _INT, _INT, _INT, _POINTER, _POINTER, _INT]
+        library.read_rows.argtypes, library.read_rows.restype = [_POINTER, _POINTER, _INT, _POINTER, _POINTER], None
         library.use_tiles.argtypes, library.use_tiles.restype = [_INT], _INT
         library.step.restype, library.multiply_rows.restype = _INT, None
         library.draw.restype = library.pack_blocks.restype = None

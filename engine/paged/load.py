@@ -11,7 +11,7 @@ from torch import nn
 from ...schemas.errors import ModelLoadError
 from ..backend import ProgressCallback
 from ..checkpoints.lazy import reading
-from ..checkpoints.rounded import TakesLevels, is_absent
+from ..checkpoints.rounded import TABLE, TakesLevels, is_absent
 from ..config import EngineConfig
 from ..cpu.machine import computes_bfloat16
 from ..cpu.process import return_memory
@@ -20,6 +20,8 @@ from ..plain.model import PlainModel
 from ..vision.processor import VisionProcessor
 from .decoding.experts import packing_experts
 from .decoding.linear import HELD
+from .decoding.rows import hold_rows
+from .quantization.blocks import rows_of
 from .quantization.quantize import ProductMaker
 
 if TYPE_CHECKING:
@@ -96,7 +98,12 @@ def _load_seeing(
 
 
 def _hold(model: nn.Module, make: ProductMaker, progress: ProgressCallback | None) -> None:
-    """Modules whose weights are absent compute with products of their levels from now on, in bfloat16 or float32."""
+    """Modules whose weights are absent compute with products of their levels from now on, in bfloat16 or float32, and
+    embeddings with what their tokens need of them."""
+    for module in list(model.modules()):
+        if (table := vars(module).pop(TABLE, None)) is not None:
+            assert make.kernels is not None  # without them no weight is absent
+            hold_rows(module, rows_of(table, make.kernels))
     found = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
     waiting = [(name, module) for name, module in found if is_absent(module.weight)]
     experts = [module for module in model.modules() if _has_levels(module)]

@@ -83,7 +83,7 @@ def load_plain(
             weights = _stored(path, files)
         if keep_levels is not None:
             weights, found, experts = fold_experts(weights, found, shapes, dtype, keep_levels)
-            weights = without_numbers(weights, found, shapes, dtype, keep_levels)
+            weights = without_numbers(weights, found, shapes, dtype, keep_levels, device.type == "cpu")
         weights = whole_weights(weights, shapes, dtype)
         model.take(_reader(weights, dtype), device, None if keep_levels and found else progress)
         if gguf and (factors := rope_factors(gguf)):

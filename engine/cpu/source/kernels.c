@@ -67,7 +67,7 @@ typedef struct {
     int64_t num_groups, block_size;
     int64_t reading; /* the first of the last layers, which store nothing: there only tokens with logits matter */
     int64_t num_slots; /* of running states; 0 without */
-    const void *embeddings; /* T [V, E] */
+    Table embeddings; /* [V, E] */
     const Layer *layers;
     const float *norm; /* [E] */
     Product head;
@@ -609,7 +609,7 @@ INLINE void make_layer_inputs(Thread *t, const Model *m, const Token *tokens, Ad
     adapted(t, p, own, 0, 1, m->input, &in, rows, from->made, STORE, NULL, half);
     own->layer = 0;
     wait_for_all(t);
-    EACH(r, t, rows) make_inputs(from, tokens[r].id, from->made + r * p->outputs, half);
+    EACH(r, t, rows) make_inputs(from, tokens[r].id, r, half);
     wait_for_all(t);
 }
 
@@ -717,12 +717,16 @@ INLINE void forward(Thread *t, const Step *s, int half) {
     const int64_t E = m->embedding, *indices = NULL;
     int64_t rows = s->rows;
     Adapters own = {m, tokens, s->runs, s->num_runs, 0, 0, 0};
-    EACH(r, t, rows)
+    const void *numbers = m->embeddings.numbers;
+    EACH(r, t, rows) {
+        if (!numbers) read_row(&m->embeddings, tokens[r].id, m->stream + r * E);
         for (int64_t i = 0; i < E; i += 16) {
             __mmask16 mask = tail_mask(E - i);
-            __m512 one = load(m->embeddings, tokens[r].id * E + i, mask, half);
+            __m512 one =
+                numbers ? load(numbers, tokens[r].id * E + i, mask, half) : load(m->stream, r * E + i, mask, 0);
             store(m->stream, r * E + i, _mm512_mul_ps(one, _mm512_set1_ps(m->scale)), mask, 0);
         }
+    }
     wait_for_all(t);
     if (m->layer_inputs && !m->layer_inputs->are_given) make_layer_inputs(t, m, tokens, &own, rows, half);
     for (const Layer *l = m->layers; l < m->layers + m->num_layers; l++, own.layer++) {

@@ -4,10 +4,12 @@
 #pragma once
 
 #include "products.h"
+#include "rows.h"
 
 typedef struct {
     Product projection;     /* [L P, E] */
-    const void *embeddings; /* T [V, L P] */
+    Table embeddings;       /* [V, L P] */
+    float *found;           /* [R, L P], for rows of blocks */
     const float *norm;      /* [P] */
     int64_t size;           /* P */
     int64_t are_given;      /* whether they are in `made` before the step */
@@ -23,9 +25,12 @@ typedef struct {
     float epsilon;
 } LayerInput;
 
-/* What the product made of one row, x [L P], becomes the inputs of all layers for the token `id`. */
-INLINE void make_inputs(const LayerInputs *from, int64_t id, float *x, int half) {
+/* What the product made of a row [L P] becomes the inputs of all layers for the token `id`. */
+INLINE void make_inputs(const LayerInputs *from, int64_t id, int64_t row, int half) {
     const int64_t whole = from->projection.outputs, size = from->size;
+    const void *numbers = from->embeddings.numbers;
+    float *x = from->made + row * whole, *found = numbers ? NULL : from->found + row * whole;
+    if (!numbers) read_row(&from->embeddings, id, found);
     const __m512 factor = _mm512_set1_ps(from->projection_scale), scale = _mm512_set1_ps(from->scale);
     for (int64_t i = 0; i < whole; i += 16) {
         const __mmask16 mask = tail_mask(whole - i);
@@ -35,8 +40,8 @@ INLINE void make_inputs(const LayerInputs *from, int64_t id, float *x, int half)
         rms_norm(x + start, from->norm, from->epsilon, size, x + start, 0);
         for (int64_t i = start; i < start + size; i += 16) {
             const __mmask16 mask = tail_mask(start + size - i);
-            const __m512 own = _mm512_mul_ps(load(from->embeddings, id * whole + i, mask, half), scale);
-            const __m512 sum = _mm512_add_ps(load(x, i, mask, 0), own);
+            const __m512 own = numbers ? load(numbers, id * whole + i, mask, half) : load(found, i, mask, 0);
+            const __m512 sum = _mm512_add_ps(load(x, i, mask, 0), _mm512_mul_ps(own, scale));
             store(x, i, _mm512_mul_ps(sum, _mm512_set1_ps(from->sum_scale)), mask, 0);
         }
     }

@@ -5,6 +5,7 @@
    computed in float32, in the order of the package `gguf`. */
 
 #include "product.h"
+#include "rows.h"
 #include "threads.h"
 
 #include <string.h>
@@ -162,6 +163,33 @@ static ReadGroup *const readers[] = {
     [Q8_0] = read_Q8_0, [Q4_K] = read_Q4_K, [Q5_K] = read_Q5_K, [Q6_K] = read_Q6_K,
     [IQ4_NL] = read_IQ4_NL, [MXFP4] = read_MXFP4, [MXFP4_PAIRS] = read_MXFP4_PAIRS,
 };
+
+/* The bfloat16 number next to this one. */
+INLINE uint16_t nearest_bfloat16(float number) {
+    union { float number; uint32_t bits; } given = {number};
+    return number == number ? (given.bits + 0x7fff + (given.bits >> 16 & 1)) >> 16 : 0x7fc0;
+}
+
+void read_row(const Table *from, int64_t row, float *to) {
+    for (int64_t g = 0; g < from->size / GROUP; g++, to += GROUP) {
+        Group group;
+        readers[from->type](from->data + row * from->row_bytes, g, 1, from->levels, &group);
+        for (int i = 0; i < GROUP; i++) {
+            const int part = i / (GROUP / 2);
+            const float number = group.levels[i] * group.scales[part] + group.zeros[part];
+            union { uint32_t bits; float number; } found = {(uint32_t)nearest_bfloat16(number) << 16};
+            to[i] = found.number;
+        }
+    }
+}
+
+/* The rows with the numbers `ids` [count], bfloat16 [count, size]. */
+void read_rows(const Table *from, const int64_t *ids, int64_t count, float *room, uint16_t *to) {
+    for (int64_t r = 0; r < count; r++) {
+        read_row(from, ids[r], room);
+        for (int64_t i = 0; i < from->size; i++) *to++ = top_of(room[i]);
+    }
+}
 
 /* One group of 64 outputs, those of `block`. */
 static void pack_group(const Packing *s, int64_t block, int64_t g) {

@@ -9,27 +9,29 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from ...adapters.loaded import LowRank
 from ...adapters.low_rank import Part
-from ...cpu.layer_inputs import LayerInput
-from ...cpu.library import MOST_ROWS, PLAIN, Kernels, Product
+from ...cpu.library import MOST_ROWS, PLAIN, Kernels
 from ...cpu.low_rank import LowRankAddition
 from ...cpu.mixture import Room
+from ...cpu.rows import Table
 from ..attention import Rules
 from ..kv.kv_cache import Pool
 from ..packing import Computed, LayerGroup, Segment
 from .beside import Beside
 from .decoder import Decoder
+from .fields import LayerFields, ModelFields
 from .layer import Layer
 from .layer_inputs import CompiledInputs, compiled_input
 from .linear import Adaptable, known_product, known_products
 from .mixtures import Routed, used_of
 from .remembering import Remembering, slots_of
+from .rows import table_of
 
 _MOST_KEYS = 1024
 """The longest context of a prefill in the compiled code: it attends token by token, and over more keys matrix products
@@ -43,37 +45,6 @@ _FIRST_POSITIONS = 1024  # rotations computed at first; doubled whenever a step 
 _PARTS = {"qkv": 0, "delta_gates": 1, "rates": 2, "decays": 3, "output": 4, "gate": 5, "up": 6, "down": 7}
 _PARTS |= {"share": 8, "input_gate": 9, "input_projection": 10}
 _NUM_PARTS = 11  # of a layer that adapters may change, as in the source: those of `qkv` are up to three
-
-_INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
-
-
-class _Layer(ctypes.Structure):
-    _fields_: ClassVar = [
-        *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "head_norm")),
-        *((name, _POINTER) for name in ("attention_after", "mlp_after", "cosines", "sines", "scales")),
-        *((name, Product) for name in ("qkv", "output", "gate", "up", "down", "share")),
-        *((name, _POINTER) for name in ("mixture", "beside", "delta", "convolution", "mamba", "sinks", "pool")),
-        *((name, _INT) for name in ("num_blocks", "window", "group", "has_gelu", "has_gates")),
-        *((name, _INT) for name in ("num_q_heads", "num_kv_heads", "head_dim", "rotated")),
-        *((name, _INT) for name in ("num_parts", "norms_values", "norms_rows")),
-        ("input", LayerInput),
-        *((name, _FLOAT) for name in ("scalar", "epsilon", "mlp_epsilon", "head_epsilon")),
-        *((name, _FLOAT) for name in ("scaling", "softcap", "residual")),
-    ]
-
-
-class _Model(ctypes.Structure):
-    _fields_: ClassVar = [
-        *((name, _INT) for name in ("half", "threads", "num_layers", "vocabulary", "embedding")),
-        *((name, _INT) for name in ("num_groups", "block_size", "reading", "num_slots")),
-        *((name, _POINTER) for name in ("embeddings", "layers", "norm")),
-        ("head", Product),
-        *((name, _POINTER) for name in ("input", "mixed", "gated", "stream", "qkv", "gates")),
-        *((name, _POINTER) for name in ("convolved", "rates", "decays", "shares")),
-        *((name, _POINTER) for name in ("levels", "room", "low", "after", "beside", "layer_inputs")),
-        ("most_rank", _INT),
-        *((name, _FLOAT) for name in ("epsilon", "scale", "softcap", "logit_scale")),
-    ]
 
 
 class CompiledDecoder:
@@ -100,19 +71,20 @@ class CompiledDecoder:
         self.routed = [None if one is None else Routed(one, dtype, kernels, factor) for one, factor in factors]
         self.remembering: list[Remembering] = []  # of the layers that keep running states
         self._states: Tensor | None = None  # the first memory of the first of these; set by `_attach_states`
-        self._layers = (_Layer * len(decoder.layers))()
-        self._attending: list[tuple[int, _Layer]] = []  # each with the number of its keys and values
+        self._layers = (LayerFields * len(decoder.layers))()
+        self._attending: list[tuple[int, LayerFields]] = []  # each with the number of its keys and values
         for layer, routed, to in zip(decoder.layers, self.routed, self._layers, strict=True):
             self._fill(layer, routed, to)
         embedding = decoder.embedding.shape[1]
-        self._model = model = _Model(
+        self._table = table_of(decoder.embedding, decoder.rows, decoder.embedding.dtype, self._address)
+        self._model = model = ModelFields(
             half=dtype == torch.bfloat16,
             threads=torch.get_num_threads(),
             num_layers=len(self._layers),
             vocabulary=len(decoder.embedding),
             embedding=embedding,
             reading=max(layer.index for layer in decoder.layers if layer.num_parts) + 1,
-            embeddings=self._address(decoder.embedding.contiguous()),
+            embeddings=self._table,
             layers=ctypes.addressof(self._layers),
             norm=self._numbers(decoder.norm.weight),
             head=head,
@@ -259,15 +231,15 @@ class CompiledDecoder:
         Returns the logits and the residual stream in float32 [T, E], before the last norm.
         """
         model, embeddings = self._model, inputs.to(self._dtype).contiguous()
-        before = model.embeddings, model.vocabulary, model.layers, model.num_layers, model.scale, model.reading
+        before = self._table, model.vocabulary, model.layers, model.num_layers, model.scale, model.reading
         self._replaced = {}  # numbers of inputs are no tokens
         ids = iter(range(len(inputs)))
         numbered = [segment._replace(tokens=[next(ids) for _ in segment.tokens]) for segment in segments]
-        model.embeddings, model.vocabulary, model.num_layers = embeddings.data_ptr(), len(inputs), len(layers)
+        model.embeddings, model.vocabulary, model.num_layers = Table(embeddings.data_ptr()), len(inputs), len(layers)
         model.scale, model.reading = 1, len(self._layers)
         if self.inputs is not None:
             self.inputs.give(own)
-        model.layers = ctypes.addressof(self._layers) + layers.start * ctypes.sizeof(_Layer)
+        model.layers = ctypes.addressof(self._layers) + layers.start * ctypes.sizeof(LayerFields)
         try:
             return self(numbered).logits.clone(), self._stream[: len(inputs)].clone()
         finally:
@@ -282,7 +254,7 @@ class CompiledDecoder:
         chosen, shares = (self.room.tensors[name][:rows].clone() for name in ("chosen", "shares"))
         return chosen, shares
 
-    def _fill(self, layer: Layer, routed: Routed | None, to: _Layer) -> None:
+    def _fill(self, layer: Layer, routed: Routed | None, to: LayerFields) -> None:
         to.attention_norm, to.mlp_norm = (self._numbers(norm.weight) for norm in (layer.attention_norm, layer.mlp_norm))
         to.epsilon = (layer.attention_after or layer.attention_norm).epsilon
         to.mlp_epsilon = (layer.mlp_after or layer.mlp_norm).epsilon

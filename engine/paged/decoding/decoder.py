@@ -26,6 +26,7 @@ from .layer import Layer
 from .layer_inputs import PerLayerInputs
 from .linear import Linear, MakeLinear
 from .norm import Norm
+from .rows import look_up, rows_of
 from .structure import BODY, INPUTS, body_of, children, is_plain, part, replaced
 
 Rotations = Mapping[str | None, Angles]
@@ -49,6 +50,7 @@ class Decoder:
         self.logit_scale: float = 1 / (getattr(config, "logits_scaling", None) or 1.0)
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.embedding: Tensor = body.embed_tokens.weight
+        self.rows = rows_of(body.embed_tokens)
         rope: Any = getattr(config, "rope_parameters", None) or {}
         self._sharpening: tuple[float, int] | None = None  # Ministral 3's: by how much, and each so many tokens
         if beta := rope.get("llama_4_scaling_beta"):
@@ -106,7 +108,7 @@ class Decoder:
 
     def embed(self, ids: Tensor) -> Tensor:
         """The residual stream before the first layer: [T] → [T, E]."""
-        x = functional.embedding(self.read(ids), self.embedding).to(self._dtype)
+        x = look_up(self.read(ids), self.embedding, self.rows).to(self._dtype)
         return x if self.scale is None else x * self.scale
 
     def read(self, ids: Tensor) -> Tensor:

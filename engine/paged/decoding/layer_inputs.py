@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ...cpu.layer_inputs import LayerInput, LayerInputs
 from ...cpu.library import MOST_ROWS
 from .linear import Linear, MakeLinear, known_product
 from .norm import Norm
+from .rows import look_up, rows_of, table_of
 
 if TYPE_CHECKING:  # it makes `PerLayerInputs`
     from .layer import Layer
@@ -30,7 +30,7 @@ class PerLayerInputs:
         """`body` is the model's, `dtype` that of the activations."""
         table = body.embed_tokens_per_layer
         self.size: int = body.hidden_size_per_layer_input
-        self.embedding, self.scale = table.weight, table.embed_scale.to(dtype)
+        self.embedding, self.rows, self.scale = table.weight, rows_of(table), table.embed_scale.to(dtype)
         self.projection: Linear = make([body.per_layer_model_projection])
         self.projection_scale: float = body.per_layer_model_projection_scale
         self.norm = Norm(body.per_layer_projection_norm)
@@ -38,7 +38,7 @@ class PerLayerInputs:
 
     def __call__(self, ids: Tensor, x: Tensor) -> Tensor:
         """[T], and the tokens' embeddings [T, E] → [T, L, P]."""
-        found = functional.embedding(ids, self.embedding).to(x.dtype) * self.scale.to(x.dtype)
+        found = look_up(ids, self.embedding, self.rows).to(x.dtype) * self.scale.to(x.dtype)
         projected = self.norm((self.projection(x) * self.projection_scale).view(len(ids), -1, self.size))
         made: Tensor = (projected + found.view(projected.shape)) * self.sum_scale
         return made
@@ -49,11 +49,12 @@ class CompiledInputs:
 
     def __init__(self, inputs: PerLayerInputs, dtype: torch.dtype, address: Callable[[Tensor], int]) -> None:
         """`address` keeps a tensor alive, and tells where it is."""
-        projection = known_product(inputs.projection)
+        projection, rows = known_product(inputs.projection), inputs.rows
         self._made = torch.zeros((MOST_ROWS, projection.outputs))
         self._inputs = LayerInputs(
             projection=projection,
-            embeddings=address(inputs.embedding.detach().to(dtype).contiguous()),
+            embeddings=table_of(inputs.embedding.detach(), rows, dtype, address),
+            found=None if rows is None else address(torch.zeros((MOST_ROWS, rows.size))),
             norm=address(inputs.norm.weight.detach().float().contiguous()),
             size=inputs.size,
             made=self._made.data_ptr(),

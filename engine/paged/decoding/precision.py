@@ -1,6 +1,7 @@
 """Runs a model in float32, whatever the dtype of its weights, with extra memory for only one module at a time.
 
-Modules whose weights are absent compute with levels, in the dtype of their inputs (`load`).
+Modules whose weights are absent compute with levels, in the dtype of their inputs (`load`). Of embeddings only the rows
+are widened that are looked up.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...checkpoints.rounded import is_absent
+from .rows import hook_rows, is_table
 
 _LOOKING = {"NemotronHBlock"}  # modules that ask for the dtype of their norm before they call it
 
@@ -22,7 +24,10 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     """Inside, each module has float32 parameters while it runs, so that differences are not due to rounding."""
     with ExitStack() as hooks:
         for module in model.modules():
-            if any(parameter.dtype != torch.float32 for parameter in _present(module)):
+            if is_table(module):
+                if module.weight.dtype != torch.float32:
+                    hooks.callback(hook_rows(module, lambda weight, ids: weight[ids].float()))
+            elif any(parameter.dtype != torch.float32 for parameter in _present(module)):
                 _widen(module, hooks)
         yield
 

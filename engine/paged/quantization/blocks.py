@@ -14,6 +14,7 @@ from ...checkpoints.gguf.blocks import IQ4
 from ...checkpoints.mxfp4 import DOUBLED
 from ...checkpoints.rounded import Blocks
 from ...cpu.library import BLOCK, FINE, GROUP, INT4, INT8, UNEVEN, Kernels, Product
+from ...cpu.rows import TYPES, Rows
 from ..decoding.linear import CompiledLinear
 
 _ARENA = 64 << 20  # bytes of memory that small weights share, so that it lies in large pages
@@ -30,8 +31,6 @@ class _Form(NamedTuple):
     table: tuple[int, ...] = ()
 
 
-_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
-_TYPES |= {"IQ4_NL": 20, "MXFP4": 39, "MXFP4_PAIRS": 40}  # as in the source
 _FORMS = {
     "Q4_0": _Form(INT4, 8, False, torch.float16),
     "Q4_1": _Form(INT4, 0, True, torch.float16),
@@ -75,7 +74,7 @@ class Packer:
         first = 0
         for part in parts:
             data = part.data.contiguous()
-            given = _TYPES[part.kind], data.data_ptr(), data.shape[1], len(data), first
+            given = TYPES[part.kind], data.data_ptr(), data.shape[1], len(data), first
             own = (ctypes.c_int8 * 16)(*_FORMS[part.kind].table)
             self._kernels.library.pack_blocks(*given, ctypes.byref(product), own, torch.get_num_threads())
             first += len(data)
@@ -88,6 +87,11 @@ class Packer:
             self._arena, self._taken = torch.empty(_ARENA, dtype=torch.uint8), 0
         start, self._taken = self._taken, self._taken + -(-size // BLOCK) * BLOCK
         return self._arena[start : start + size]
+
+
+def rows_of(table: Blocks, kernels: Kernels) -> Rows:
+    """What looks up the rows of a table in a copy of its blocks: a file that is mapped may be replaced."""
+    return Rows(kernels, table.kind, table.data.clone(), table.inputs, _FORMS[table.kind].table)
 
 
 def _common(forms: Set[_Form]) -> _Form:
