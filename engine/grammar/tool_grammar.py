@@ -61,7 +61,8 @@ def answer_grammar(
         begin, end = REASONING_FORMATS[form.reasoning_format]
         thought = _enclosed("" if form.thinking else begin, _ANY_TEXT, end)
         gap: list[Format] = [{"type": "regex", "pattern": r"\n{0,2}"}] if must or said else []
-        answer = _sequence([thought if form.thinking else _optional(thought), *gap, answer])
+        thought = _sequence([thought, *gap])  # without a thought, an answer begins as it was asked for
+        answer = _sequence([thought if form.thinking else _optional(thought), answer])
     return Grammar(kind="structural_tag", text=json.dumps({"type": "structural_tag", "format": answer}))
 
 
