@@ -3,7 +3,6 @@ of the output files."""
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import AsyncIterator
 from functools import partial
@@ -25,11 +24,11 @@ from ..batches.input import read_line, read_lines
 from ..render.anthropic import error_payload
 from .batches import publish
 from .middleware.ignored import known_fields
+from .models.anthropic import page
 from .openapi import body_of
 from .requests import Gateway, Routes, read_as, tenant_of
 
 PATH = "/v1/messages/batches"
-MAX_LISTED = 1000
 _LINES: dict[int | str, Any] = {"200": {"content": {"application/x-jsonl": {"schema": {"type": "string"}}}}}
 
 
@@ -77,7 +76,7 @@ class MessageBatchRoutes(Routes):
     async def batches(self, request: Request) -> Any:
         """List the batches of messages, newest first; `limit`, `after_id` and `before_id` select."""
         found = reversed(await list_batches(self._broker, tenant_of(request)))
-        return _page(request, [_shown(request, batch) for batch in found if batch.endpoint == MESSAGES])
+        return page(request, [_shown(request, batch) for batch in found if batch.endpoint == MESSAGES], "batch")
 
     async def batch(self, id: str, request: Request) -> Any:
         """Show a batch and its progress."""
@@ -175,23 +174,3 @@ def _result(entry: dict[str, Any]) -> dict[str, Any]:
         case _:
             raise ValueError(f"not a line of an output file: {entry}")
     return {"custom_id": entry["custom_id"], "result": result}
-
-
-def _page(request: Request, items: list[dict[str, Any]]) -> dict[str, Any]:
-    """The page of `items`, newest first, that the query asks for, as Anthropic's list. Raises `InvalidRequest`."""
-    query = request.query_params
-    text = query.get("limit", "20")
-    if not re.fullmatch("[0-9]{1,9}", text) or not 1 <= int(text) <= MAX_LISTED:
-        raise InvalidRequest(f"limit must be a number from 1 to {MAX_LISTED}.", param="limit")
-    limit, ids = int(text), [item["id"] for item in items]
-    for name in ("after_id", "before_id"):
-        if name in query and query[name] not in ids:
-            raise InvalidRequest(f"{name} must be the id of a batch of this list.", param=name)
-    if "before_id" in query:
-        newer = items[: ids.index(query["before_id"])]
-        data, more = newer[-limit:], len(newer) > limit
-    else:
-        older = items[ids.index(query["after_id"]) + 1 :] if "after_id" in query else items
-        data, more = older[:limit], len(older) > limit
-    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-    return {"data": data, "has_more": more, "first_id": first, "last_id": last}

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...config.settings import Settings
@@ -21,6 +21,7 @@ from ..render.anthropic import THREAD, MessageRenderer, error_payload, sse
 from .answers import Answer
 from .message_batches import add_message_batches
 from .middleware.ignored import known_fields, name_ignored
+from .models.anthropic import VERSION
 from .openapi import STREAMED, body_of
 from .requests import Gateway, open_request, read_as
 
@@ -95,13 +96,13 @@ def _read(kind: type[Asked], request: Request, settings: Settings, body: dict[st
 
 
 class AnthropicErrors:
-    """ASGI middleware: gives every error of these paths Anthropic's form."""
+    """ASGI middleware: gives every error of these paths Anthropic's form, and of `/v1/models` those of its clients."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(PATH):
+        if scope["type"] != "http" or not _is_anthropic(scope):
             await self.app(scope, receive, send)
             return
         refused: Message | None = None
@@ -125,3 +126,8 @@ class AnthropicErrors:
             await send(message)
 
         await self.app(scope, receive, translated)
+
+
+def _is_anthropic(scope: Scope) -> bool:
+    path: str = scope["path"]
+    return path.startswith(PATH) or (path.startswith("/v1/models") and VERSION in Headers(scope=scope))

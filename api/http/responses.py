@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+import uuid
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
@@ -19,11 +20,15 @@ from ...schemas.errors import DeadlineExceeded, InvalidRequest, Overloaded, Stre
 from ...schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, ItemEvent, Turn
 from ...schemas.loops import Begun, Ended, LoopJob, is_response
 from ...schemas.openai.chat import model_of
+from ...schemas.openai.completions import parse_request
+from ...schemas.openai.item_messages import chat_messages
 from ...schemas.openai.items import input_items as items_of
 from ...schemas.openai.response_tools import hosted
 from ...schemas.openai.responses import ResponsesRequest, parse_responses
 from ...schemas.wire import codec
 from ...streams.port import MESSAGE_ID
+from ...streams.stores.conversations import Conversations
+from ...streams.stores.history import History
 from ...streams.stores.responses import LOST, ResponseLog, Stored
 from ...streams.topology import EVENTS, PRIORITIES, TOOLS, lane_stream
 from ..bridge.response_reading import ResponseReading
@@ -32,12 +37,14 @@ from ..tools.sealing import seal
 from .answers import FOR_EVER, EventStream, error_of, error_response
 from .files import page
 from .middleware.ignored import known_fields, name_ignored
-from .openapi import STREAMED, documented, refusals
+from .openapi import STREAMED, body_of, documented, refusals
 from .requests import Gateway, Routes, open_request, read_as, tenant_of
 
 PREFIX = "resp_"
 POLL_INTERVAL = 0.1  # seconds, while a response stops
 MAX_POLLS = 100  # after which the client is answered, though the response may still be stopping
+
+_REFUSALS = refusals(400, 404, 408, 413, 500, 503)
 
 Mode = Literal["stream", "whole", "background"]
 
@@ -104,7 +111,9 @@ def add_responses(app: FastAPI, gateway: Gateway) -> None:
     routes = ResponseRoutes(gateway)
     app.post("/v1/responses", tags=["openai"], openapi_extra=documented(ResponsesRequest))(routes.create)
     app.post("/v1/responses/compact", include_in_schema=False)(routes.compact)
-    app.post("/v1/responses/input_tokens", include_in_schema=False)(routes.input_tokens)
+    body = body_of(ResponsesRequest)
+    count = app.post("/v1/responses/input_tokens", tags=["openai"], openapi_extra=body, responses=_REFUSALS)
+    count(routes.input_tokens)
     app.get(path, tags=["openai"], responses=STREAMED | refusals(400, 404, 503))(routes.retrieve)
     app.delete(path, tags=["openai"], responses=refusals(404, 503))(routes.delete)
     app.post(f"{path}/cancel", tags=["openai"], responses=refusals(400, 404, 503))(routes.cancel)
@@ -137,12 +146,31 @@ class ResponseRoutes(Routes):
             code="not_found",
         )
 
-    async def input_tokens(self) -> Any:
-        raise StreamNotFound(
-            "Penstock does not count the tokens of a response's input; ask /tokenize with the messages, or "
-            "/v1/messages/count_tokens.",
-            code="not_found",
+    async def input_tokens(self, request: Request) -> Any:
+        """Count the tokens of a response's prompt: of its input, of what it follows, and of its functions."""
+        body = await read_as(partial(_sealed, request, self._settings), request, self._settings)
+        asked = parse_responses(body)
+        if asked.mcp_tools:
+            fault = "tools: which tools an MCP server has is known when a response runs; count without them."
+            raise InvalidRequest(fault, code="unsupported_parameter", param="tools")
+        now = self._broker.now()
+        job = LoopJob(
+            id=f"{PREFIX}{uuid.uuid4().hex}",
+            tenant=tenant_of(request),
+            priority="normal",
+            bridge="none",
+            created=now,
+            deadline=now,
+            body=body,
         )
+        log, conversations = await ResponseLog.of(self._broker), await Conversations.of(self._broker)
+        history = History(log, conversations, self._settings.responses_ttl, self._broker.now)
+        before = await history.items(job, await history.origin(job, asked))
+        items, named = [*before, *await history.input(job, asked)], asked.namespaced
+        messages = chat_messages(items, asked.instructions, namespaced=named, before=len(before))
+        chat = parse_request("/v1/chat/completions", asked.chat_body(messages, (), first=True, tools_allowed=True))
+        tokens = await self._gateway.preparers.prompt(await self._gateway.preparers.card(asked.model), chat)
+        return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 
     async def retrieve(self, id: str, request: Request) -> Response:
         """Show a response as it is now; with `stream=true` send its events, those after number `starting_after`."""

@@ -98,7 +98,7 @@ class Renderer:
         scored = token.logprobs or token.prompt_logprobs
         is_news = token.text or token.reasoning or token.tool_calls or scored or reason is not None
         self._told += len(token.token_ids)
-        if not (is_news or self._extras.token_ids) and token.choice in self._begun:
+        if not (is_news or self._extras.token_ids):
             return
         first = token.choice not in self._begun
         choice: dict[str, Any] = {"index": token.choice}

@@ -61,7 +61,12 @@ def answer_grammar(
         begin, end = REASONING_FORMATS[form.reasoning_format]
         thought = _enclosed("" if form.thinking else begin, _ANY_TEXT, end)
         gap: list[Format] = [{"type": "regex", "pattern": r"\n{0,2}"}] if must or said else []
-        answer = _sequence([thought if form.thinking else _optional(thought), *gap, answer])
+        if form.thinking:
+            answer = _sequence([thought, *gap, answer])
+        elif said and response and response.kind != "json_schema":
+            answer = _sequence([_optional(_sequence([thought, *gap])), answer])
+        else:  # models begin JSON and calls like this without a thought, too, and white space does not change those
+            answer = _sequence([_optional(thought), *gap, answer])
     return Grammar(kind="structural_tag", text=json.dumps({"type": "structural_tag", "format": answer}))
 
 

@@ -11,14 +11,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from ...schemas.bounds import load_json
 from ...schemas.errors import InvalidRequest, prompt_too_long
 from ...schemas.jobs import Form
 from ...schemas.openai.chat import AllowedTools, ChatMessage, NamedTool, Tool
-from ...schemas.openai.completions import ChatRequest, CompletionRequest, StructuredOutputs, generation_params
+from ...schemas.openai.completions import ChatRequest, CompletionRequest, generation_params
 from ...schemas.openai.embeddings import EmbeddingRequest
-from ...schemas.params import MAX_CHOICES, GenerationParams, Grammar
-from ..grammar.json_schema import any_json_object, choice_grammar, ebnf_grammar, json_schema_grammar, regex_grammar
+from ...schemas.params import MAX_CHOICES, GenerationParams
+from ..grammar.json_schema import json_schema_grammar
 from ..grammar.tool_grammar import answer_grammar
 from ..request import check_ids, check_scores
 from ..text.forms import choose_form, ends_in_thought, markers
@@ -30,6 +29,7 @@ from ..vision.reading import ANY, ImageLimits
 from ..vision.sight import NO_SIGHT, Sight, load_sight
 from .chat_checks import check_messages
 from .embedding_inputs import prepare_inputs
+from .response_grammar import response_grammar
 
 # Template variables that a client may not set: they would replace the template, or are options of its renderer.
 _NOT_FOR_TEMPLATES = frozenset(
@@ -39,7 +39,6 @@ _NOT_FOR_TEMPLATES = frozenset(
         *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
     }
 )
-_UNSTRUCTURED = StructuredOutputs()
 # Characters of schemas that are enforced unasked; with 150,000 tokens in the vocabulary they take 2 s to compile.
 _MOST_ENFORCED = 40_000
 _THINKING = ("enable_thinking", "thinking")  # names of the switch in templates
@@ -116,7 +115,7 @@ class Preparer:
             )
         form: Form | None
         images: tuple[PromptImage, ...] = ()
-        grammar, param = _response_grammar(request)
+        grammar, param = response_grammar(request)
         match request:
             case ChatRequest():
                 tools, choice, named = _tools(request)
@@ -295,56 +294,3 @@ def _schemas(tools: Sequence[Tool], named: str | None) -> dict[str, dict[str, An
         if left < 0:
             del schemas[name]
     return schemas
-
-
-def _response_grammar(request: ChatRequest | CompletionRequest) -> tuple[Grammar | None, str]:
-    """The grammar that `response_format` or a `guided_` parameter asks for, and the parameter's name."""
-    own = request.structured_outputs or _UNSTRUCTURED
-    asked: dict[str, Any] = {
-        "response_format": request.response_format,
-        "guided_json": request.guided_json,
-        "guided_regex": request.guided_regex,
-        "guided_choice": request.guided_choice,
-        "guided_grammar": request.guided_grammar,
-        "structured_outputs.json": own.json_,
-        "structured_outputs.regex": own.regex,
-        "structured_outputs.choice": own.choice,
-        "structured_outputs.grammar": own.grammar,
-        "structured_outputs.json_object": own.json_object or None,
-    }
-    given = [name for name, value in asked.items() if value is not None]
-    if len(given) > 1:
-        raise InvalidRequest(f"{' and '.join(given)} exclude each other; give one.", param=given[0])
-    param = given[0] if given else ""
-    match param.rpartition("_" if param.startswith("guided") else ".")[2]:
-        case "json":
-            return json_schema_grammar(_schema(asked[param], param), path=param), param
-        case "regex":
-            return regex_grammar(asked[param]), param
-        case "choice":
-            return choice_grammar(asked[param]), param
-        case "grammar":
-            return ebnf_grammar(asked[param]), param
-        case "json_object":
-            return any_json_object(), param
-    form = request.response_format
-    if form is None or form.type == "text":
-        return None, ""
-    schema, path, strict = form.schema_, "response_format.schema", False
-    if form.json_schema is not None:
-        schema, path = form.json_schema.schema_, "response_format.json_schema.schema"
-        strict = bool(form.json_schema.strict)
-    return any_json_object() if schema is None else json_schema_grammar(schema, path=path, strict=strict), param
-
-
-def _schema(value: dict[str, Any] | str, path: str) -> dict[str, Any]:
-    """A JSON Schema; like vLLM's, the parameter takes an object or JSON text."""
-    if isinstance(value, dict):
-        return value
-    try:
-        schema = load_json(value.encode())
-    except ValueError as error:
-        raise InvalidRequest(f"{path} {error}", param=path) from None
-    if not isinstance(schema, dict):
-        raise InvalidRequest(f"{path}: a JSON Schema must be an object.", param=path)
-    return schema

@@ -57,10 +57,6 @@ _UNSUPPORTED = {
     "truncate_prompt_tokens": Unsupported(advice="shorten the prompt; Penstock never truncates one"),
     "chat_template": Unsupported(advice="the model's own is used; chat_template_kwargs are its variables"),
     "documents": Unsupported((None, []), "put them into messages"),
-    "grammar": Unsupported((None, ""), "send structured_outputs.grammar"),
-    "ebnf": Unsupported((None, ""), "send structured_outputs.grammar"),
-    "regex": Unsupported((None, ""), "send structured_outputs.regex"),
-    "json_schema": Unsupported((None, {}), "send response_format"),
     "structural_tag": Unsupported(advice="send response_format"),
 }
 
@@ -148,6 +144,10 @@ class _Sampling(Body):
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
     guided_grammar: str | None = None
+    regex: str | None = None  # these two have SGLang's names, the next two llama.cpp's
+    ebnf: str | None = None
+    grammar_: Annotated[str | None, Field(alias="grammar")] = None
+    json_schema: dict[str, Any] | str | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
     keep_alive: KeepAlive = None  # how long the model stays loaded after this, in one of Ollama's forms
     prompt_logprobs: int | None = None

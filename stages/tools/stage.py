@@ -24,6 +24,7 @@ from ...schemas.wire import codec
 from ...schemas.wire.codec import DecodeError
 from ...streams.port import DEADLINE, SCHEMA, Delivery
 from ...streams.stores.conversations import Conversations
+from ...streams.stores.history import History
 from ...streams.stores.responses import ResponseLog, Stored
 from ...streams.topology import EVENTS, TOOLS
 from ..contract import Intake, Pipe, Stage
@@ -44,7 +45,6 @@ from .calls import (
     show,
     waits,
 )
-from .history import History
 from .spans import link_response
 
 MAX_TURNS = 10

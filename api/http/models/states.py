@@ -35,6 +35,7 @@ from ....streams.topology import lanes_of
 from ..openapi import STREAMED, body_of, refusals
 from ..preparers import Preparers
 from ..requests import Gateway, read_parsed
+from .anthropic import MAX_LISTED, VERSION, model_info, page
 from .catalogue import ModelRequest, check_admin, not_catalogued, swap_of
 
 LOOK = 0.5  # seconds between two looks at the states, for those who listen
@@ -66,20 +67,26 @@ class ModelRoutes:
         for path, route in (("/models/load", self.load), ("/models/unload", self.unload)):
             app.post(path, tags=["models"], responses=errors, openapi_extra=body_of(ModelRequest))(route)
 
-    async def models(self) -> Any:
-        """Every model that can be asked for, loaded or not."""
-        states = await self._states()
+    async def models(self, request: Request) -> Any:
+        """Every model that can be asked for, loaded or not. To Anthropic's clients, a page in Anthropic's form."""
         cards = self._registry.models.values()
+        if VERSION in request.headers:
+            names = [(card, name) for card in cards for name in (card.name, *(each.name for each in card.adapters))]
+            return page(request, [model_info(*each) for each in names], "model", limit=MAX_LISTED)
+        states = await self._states()
         return {
             "object": "list",
             "data": [each for card in cards for each in (self._described(card, states), *self._adapted(card, states))],
         }
 
-    async def model(self, name: str) -> Any:
+    async def model(self, name: str, request: Request) -> Any:
         """One model, by its name or an alias, or one adapter; all of them where no name follows the slash."""
         if not name:
-            return await self.models()
-        card, states = await self._preparers.card(name), await self._states()
+            return await self.models(request)
+        card = await self._preparers.card(name)
+        if VERSION in request.headers:
+            return model_info(card, name if card.adapter(name) else card.name)
+        states = await self._states()
         found = [each for each in self._adapted(card, states) if each["id"] == name]
         return found[0] if found else self._described(card, states)
 

@@ -395,10 +395,46 @@ def test_what_has_ended_cannot_be_cancelled(office: Office) -> None:
     assert office.stored(made["id"])["status"] == "completed"
 
 
-def test_their_tokens_are_counted_elsewhere(office: Office) -> None:
-    """OpenAI's clients have a method for it; the path looked like that of a response, which cannot be posted to."""
-    refused = office.ask("POST", "/v1/responses/input_tokens", {"model": "echo", "input": "Hi"})
-    assert refused.status == 404 and "/v1/messages/count_tokens" in refused.error["message"]
+FUNCTION = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
+
+
+def test_the_tokens_of_an_input_are_counted_as_a_response_counts_them(office: Office) -> None:
+    """LiteLLM's proxy and pydantic-ai count them before they ask."""
+    first = office.create("Hello.", input="Say hello.")
+    kept = office.ask("POST", "/v1/conversations", {"items": [{"role": "user", "content": "It is late."}]})
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}, {"role": "user", "content": "?"}]
+    counts = []
+    for asked in (
+        {"input": "Hi"},
+        {"input": "Hi", "instructions": "Be kind."},
+        {"input": said},
+        {"input": "Hi", "tools": [FUNCTION]},
+        {"input": "Hi", "previous_response_id": first["id"]},
+        {"input": "Hi", "conversation": orjson.loads(kept.body)["id"]},
+    ):
+        answer = office.ask("POST", "/v1/responses/input_tokens", {"model": "echo", **asked}, app=1)
+        assert answer.status == 200, answer.body
+        counted = orjson.loads(answer.body)
+        assert counted["object"] == "response.input_tokens"
+        assert office.create("Yes.", **asked)["usage"]["input_tokens"] == counted["input_tokens"]
+        counts.append(counted["input_tokens"])
+    assert min(counts[1:]) > counts[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "param"),
+    [
+        ({}, 400, "input"),
+        ({"input": "Hi", "model": "nobody"}, 404, "model"),
+        ({"input": "Hi", "previous_response_id": "resp_" + "0" * 32}, 404, "previous_response_id"),
+        ({"input": "Hi", "tools": [{"type": "mcp", "server_label": "everything"}]}, 400, "tools"),
+    ],
+)
+def test_what_no_response_can_be_made_of_is_not_counted(
+    office: Office, asked: dict[str, Any], status: int, param: str
+) -> None:
+    refused = office.ask("POST", "/v1/responses/input_tokens", {"model": "echo", **asked})
+    assert (refused.status, refused.error["param"]) == (status, param)
 
 
 def test_responses_are_not_compacted(office: Office) -> None:

@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.shared import ErrorObject
 
 from penstock.api.render.openai import Embeddings, Extras, Renderer, error_message, error_payload
-from penstock.schemas.events import Done, ErrorBody, FinishReason, Token, TokenLogprob, TopLogprob, Usage
+from penstock.schemas.events import Done, ErrorBody, FinishReason, Token, TokenLogprob, ToolCallDelta, TopLogprob, Usage
 from penstock.schemas.jobs import Endpoint
 
 EXAMPLES = settings(max_examples=100, deadline=None)
@@ -96,6 +96,29 @@ def test_chunks_add_up_to_the_whole(answer: tuple[list[Token], Done], include_us
     usages = [chunk.usage for chunk in chunks if chunk.usage is not None]
     assert len(usages) == int(include_usage)
     assert not include_usage or (chunks[-1].usage == usages[0] and chunks[-1].choices == [])
+
+
+def test_an_answer_that_is_a_call_has_no_text() -> None:
+    """AI SDK makes a text part of every chunk whose content is not null, an empty one of "" too. The first token is the
+    mark of a call, which is no text."""
+    call = ToolCallDelta(0, '{"a"', "call_1", "f")
+    tokens = [
+        Token("r", 0, 0, (1,), "", None),
+        Token("r", 0, 1, (2,), "", None, tool_calls=(call,)),
+        Token("r", 0, 2, (3,), "", None, "tool_calls", tool_calls=(ToolCallDelta(0, ": 1}"),)),
+    ]
+    renderer = Renderer("/v1/chat/completions", "id-1", "m", 1_800_000_000, streaming=True)
+    chunks = [orjson.loads(chunk[6:]) for token in tokens for chunk in renderer.chunks(token)]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert [delta.get("content") for delta in deltas] == [None, None]
+    assert deltas[0]["role"] == "assistant" and deltas[0]["tool_calls"][0]["id"] == "call_1"
+
+
+def test_an_empty_answer_is_empty_text() -> None:
+    renderer = Renderer("/v1/chat/completions", "id-1", "m", 1_800_000_000, streaming=True)
+    tokens = [Token("r", 0, 0, (1,), "", None), Token("r", 0, 1, (2,), "", None, "stop")]
+    (chunk,) = [orjson.loads(chunk[6:]) for token in tokens for chunk in renderer.chunks(token)]
+    assert chunk["choices"][0]["delta"] == {"role": "assistant", "content": ""}
 
 
 @pytest.mark.parametrize("endpoint", sorted(TYPES))

@@ -185,6 +185,8 @@ def test_response_format_comes_after_the_thought_or_instead_of_calls(response: G
     ):
         assert allows(asked, good) and not allows(asked, bad)
         assert allows(asked, f"<think>{bad}</think>\n\n{good}") and not allows(asked, f"<think>{good}</think>\n\n{bad}")
+        # Other than JSON, a text is another one with empty lines before it.
+        assert allows(asked, f"\n\n{good}") == (response.kind == "json_schema")
     both = grammar(form("hermes"), "auto", response=response)
     assert allows(both, text_of("hermes", PARIS)) and allows(both, good) and not allows(both, bad)
     assert not allows(both, text_of("hermes", NO_CITY))

@@ -211,6 +211,11 @@ def test_special_tokens_are_shown_to_who_asks(prepare: Prepare, tokenizers: dict
         ({"structured_outputs": {"choice": ["yes", "no"]}}, None, "yes"),
         ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "ebnf", "root"),
         ({"structured_outputs": {"json_object": True}}, "json_schema", "object"),
+        ({"regex": "[ab]+"}, "regex", "[ab]+"),
+        ({"ebnf": 'root ::= "a"'}, "ebnf", "root"),
+        ({"grammar": 'root ::= "a"'}, "ebnf", "root"),
+        ({"json_schema": {"type": "boolean"}}, "json_schema", "boolean"),
+        ({"json_schema": '{"type": "boolean"}'}, "json_schema", "boolean"),
     ],
 )
 def test_what_the_answer_must_look_like_becomes_a_grammar(
@@ -223,6 +228,17 @@ def test_what_the_answer_must_look_like_becomes_a_grammar(
     ((name, form),) = asked.items()
     assert prepared.grammar_param == (f"{name}.{next(iter(form))}" if name == "structured_outputs" else name)
     assert prepare("plain").params.grammar is None
+
+
+@pytest.mark.parametrize("name", ["regex", "ebnf", "grammar", "json_schema"])
+def test_an_empty_grammar_is_none(prepare: Prepare, name: str) -> None:
+    assert prepare("plain", **{name: {} if name == "json_schema" else ""}).params.grammar is None
+
+
+def test_the_old_and_the_new_name_of_the_same_grammar_go_together(prepare: Prepare) -> None:
+    """Guidance sends both, because it does not know the release of the server."""
+    both = prepare("plain", guided_regex="[ab]+", structured_outputs={"regex": "[ab]+"})
+    assert both.params.grammar == prepare("plain", guided_regex="[ab]+").params.grammar
 
 
 def allowing(*names: str, mode: str = "auto") -> dict[str, Any]:
@@ -289,6 +305,9 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("hermes", {"messages": [{"role": "user", "content": " "}]}, "messages", "blank"),
     ("hermes", {"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
     ("hermes", {"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "exclude each other"),
+    ("hermes", {"guided_regex": "a", "structured_outputs": {"regex": "b"}}, "guided_regex", "exclude each other"),
+    ("hermes", {"guided_regex": "a", "regex": "a", "ebnf": 'root ::= "a"'}, "guided_regex", "exclude each other"),
+    ("hermes", {"structured_outputs": {"grammar": "start: A"}}, "structured_outputs.grammar", "GBNF"),
     ("hermes", {"prompt": ["a"] * 100, "n": 2}, "n", "above 128"),
     ("hermes", {"prompt": " "}, "prompt", "blank"),
     ("hermes", {"prompt": [10**6]}, "prompt", "outside the vocabulary"),

@@ -18,8 +18,8 @@ from ...schemas.errors import InvalidRequest, StreamNotFound
 from ...schemas.loops import Begun, Items, LoopJob, Origin
 from ...schemas.openai.items import input_items
 from ...schemas.openai.responses import ResponsesRequest, parse_responses
-from ...streams.stores.conversations import Conversations
-from ...streams.stores.responses import ResponseLog, Stored
+from .conversations import Conversations
+from .responses import ResponseLog, Stored
 
 MAX_REFERENCES = 100  # of one request
 MAX_LINKS = 32

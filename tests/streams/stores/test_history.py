@@ -14,10 +14,10 @@ import pytest_asyncio
 from penstock.schemas.errors import InvalidRequest, StreamNotFound
 from penstock.schemas.loops import Begun, Ended, Items, LoopJob, Turned
 from penstock.schemas.openai.responses import parse_responses
-from penstock.stages.tools import history
-from penstock.stages.tools.history import COPY_AFTER, MAX_LINKS, History
 from penstock.streams.memory.broker import MemoryBroker
+from penstock.streams.stores import history
 from penstock.streams.stores.conversations import Conversation, Conversations
+from penstock.streams.stores.history import COPY_AFTER, MAX_LINKS, History
 from penstock.streams.stores.objects import Objects
 from penstock.streams.stores.responses import ResponseLog
 from penstock.streams.topology import OBJECT_DATA, RESPONSES, topology
