@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ..models import count_parameters
@@ -67,14 +67,25 @@ def return_memory() -> None:
 def use_large_pages(spans: Iterable[tuple[int, int]]) -> None:
     """Move the memory at `spans`, addresses and bytes, into pages of 2 MB; where Linux cannot, it stays as it is.
 
-    By itself Linux leaves both ends of an allocation in small pages, and without `prepare_process` all of it; then this
-    takes about 2 seconds a GB. MADV_COLLAPSE needs Linux 6.1.
+    By itself Linux leaves both ends of an allocation in small pages, and without `prepare_process` all of it, unless
+    `expect_large_pages` was told before; then this takes about 2 seconds a GB. MADV_COLLAPSE needs Linux 6.1.
     """
     if sys.platform != "linux":
         return
     pages = {page for start, size in spans for page in range(start // _PAGE, -(-(start + size) // _PAGE))}
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    madvise = _madvise()
     for advice in (_HUGEPAGE, _COLLAPSE):  # all advice first: a page must not straddle memory with other advice
         for page in sorted(pages):
             madvise(page * _PAGE, _PAGE, advice)
+
+
+def expect_large_pages(start: int, size: int) -> None:
+    """Let memory that is not written yet, at an address and of so many bytes, come in pages of 2 MB; see above."""
+    if sys.platform == "linux" and (whole := (start + size) // _PAGE - (first := -(-start // _PAGE))) > 0:
+        _madvise()(first * _PAGE, whole * _PAGE, _HUGEPAGE)
+
+
+def _madvise() -> Callable[[int, int, int], int]:
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return madvise

@@ -14,6 +14,7 @@ from ...checkpoints.gguf.blocks import IQ4
 from ...checkpoints.mxfp4 import DOUBLED
 from ...checkpoints.rounded import Blocks
 from ...cpu.library import BLOCK, FINE, GROUP, INT4, INT8, UNEVEN, Kernels, Product
+from ...cpu.process import expect_large_pages
 from ...cpu.rows import TYPES, Rows
 from ..decoding.linear import CompiledLinear
 
@@ -82,11 +83,17 @@ class Packer:
 
     def _memory(self, size: int) -> Tensor:
         if size > _SMALL:
-            return torch.empty(size, dtype=torch.uint8)
+            return _large(size)
         if self._taken + size > len(self._arena):
-            self._arena, self._taken = torch.empty(_ARENA, dtype=torch.uint8), 0
+            self._arena, self._taken = _large(_ARENA), 0
         start, self._taken = self._taken, self._taken + -(-size // BLOCK) * BLOCK
         return self._arena[start : start + size]
+
+
+def _large(size: int) -> Tensor:
+    memory = torch.empty(size, dtype=torch.uint8)
+    expect_large_pages(memory.data_ptr(), size)
+    return memory
 
 
 def rows_of(table: Blocks, kernels: Kernels) -> Rows:

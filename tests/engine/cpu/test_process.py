@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.cpu.process import use_large_pages
+from penstock.engine.cpu.process import expect_large_pages, use_large_pages
 
 PAGE = 2 << 20
 COLLAPSE = 25  # see mman.h
@@ -66,3 +66,16 @@ def test_memory_at_the_edge_of_what_is_mapped() -> None:
     use_large_pages([(address_of(memory), 12_288)])
     use_large_pages([])
     assert memory[:] == b"x" * 12_288
+
+
+def test_expected_pages_are_large_when_they_are_written() -> None:
+    """Within the memory alone, whose ends may lie inside of pages."""
+    if not can_collapse():
+        pytest.skip("needs Linux 6.1 with transparent large pages")
+    memory = mapped(6 * PAGE)
+    first = -(-address_of(memory) // PAGE) * PAGE
+    expect_large_pages(first + 100, 3 * PAGE)
+    expect_large_pages(first + 3 * PAGE, 100)
+    memory.write(b"x" * 6 * PAGE)
+    assert 2 * PAGE <= in_large_pages(first + PAGE)
+    assert memory[:] == b"x" * 6 * PAGE
