@@ -213,6 +213,9 @@ FAMILIES: dict[str, Family] = {
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
     "qwen3_vl": _QWEN,
+    "qwen3_vl_moe": _QWEN,
+    "qwen3_5": _QWEN,
+    "qwen3_5_moe": _QWEN,
 }
 _TEXTS: dict[str, dict[str, Any]] = {
     "llama": {
