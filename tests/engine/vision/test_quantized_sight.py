@@ -27,6 +27,7 @@ from penstock.engine.cpu.machine import KERNEL_FLAGS, computes_bfloat16, cpu_fla
 from penstock.engine.models import count_parameters
 from penstock.engine.paged import load
 from penstock.engine.paged.decoding.linear import packs_bfloat16
+from penstock.engine.paged.quantization.apart import set_apart
 from penstock.engine.paged.quantization.calibrate import calibrate
 from penstock.engine.paged.quantization.quantize import quantizable, rounded
 from penstock.engine.preparing.prompts import Prompt
@@ -66,11 +67,16 @@ def on_texts(model: Any, methods: dict[str, str]) -> dict[str, Rounded]:
 
 
 @pytest.mark.parametrize(
-    ("family", "method", "rounding"),
-    [("llava", "int4", on_texts), ("smolvlm", "int8", by_itself), ("qwen3_vl", "int4", by_itself)],
+    ("family", "method", "rounding", "count"),
+    [
+        ("llava", "int4", on_texts, 3 * 7 + 1),
+        ("smolvlm", "int8", by_itself, 3 * 7 + 1),
+        ("qwen3_vl", "int4", by_itself, 3 * 7 + 1),
+        ("qwen3_5", "int4", on_texts, 2 * 8 + 7 + 1),
+    ],
 )
 def test_answers_are_those_of_the_numbers(
-    family: str, method: str, rounding: Callable[[Any, dict[str, str]], dict[str, Rounded]], tmp_path: Path
+    family: str, method: str, rounding: Callable[[Any, dict[str, str]], dict[str, Rounded]], count: int, tmp_path: Path
 ) -> None:
     """A checkpoint, and where the rounding is the same, weights rounded at load."""
     source, out, numbers = (tmp_path / name for name in ("source", "out", "numbers"))
@@ -85,7 +91,7 @@ def test_answers_are_those_of_the_numbers(
     plain = [rounded(before[f"{name}.weight"], own).levels for name, own in methods.items()]
     is_alike = [torch.equal(found[name].levels, one) for name, one in zip(methods, plain, strict=True)]
     assert sum(is_alike) == (len(found) if rounding is by_itself else 1), "the head alone is rounded by itself"
-    assert len(found) == 3 * 7 + 1 and {one.bits for one in found.values()} == ({8} if method == "int8" else {4, 8})
+    assert len(found) == count and {one.bits for one in found.values()} == ({8} if method == "int8" else {4, 8})
     save_quantized(source, out, model, found)
     shutil.copytree(source, numbers, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     model.save_pretrained(numbers)
@@ -101,6 +107,30 @@ def test_answers_are_those_of_the_numbers(
     if rounding is by_itself:
         with InferenceEngine(config(source, quantization=method)) as engine:
             assert answers(engine) == wanted
+
+
+@pytest.mark.parametrize(("family", "method"), [("qwen3_vl_moe", "int4"), ("qwen3_5_moe", "int4"), ("qwen3_5_moe", "int8")])
+def test_experts_of_a_model_that_sees_are_quantised(family: str, method: str, tmp_path: Path) -> None:
+    source = make_vision_model(tmp_path / "source", family)
+    model: Any = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32)
+    right = reference(source)
+    set_apart(model)
+    found = {name: rounded(module.weight, own) for name, module, own in quantizable(model, method)}
+    save_quantized(source, tmp_path / "out", model, found)
+    assert sum(".experts." in name for name in found) == 3 * 4 * 2
+    with torch.no_grad():
+        for name, one in found.items():
+            path, _, last = name.rpartition(".")
+            experts, _, number = path.rpartition(".")
+            if experts.endswith(".experts"):
+                getattr(right.get_submodule(experts), last)[int(number)] = one.numbers
+            else:
+                right.get_submodule(name).weight.copy_(one.numbers)
+    assert footprint(config(tmp_path / "out")).weights == footprint(config(source, quantization=method)).weights
+    with InferenceEngine(config(tmp_path / "out")) as engine:
+        requests, processor = requests_of(engine, prompts_of(engine), GREEDY), engine.sight.processor
+        assert processor is not None
+        assert answers(engine) == [expected(right, request, processor, family, COUNT) for request in requests]
 
 
 def in_language_model(name: str) -> bool:
@@ -119,6 +149,9 @@ def everywhere(name: str) -> bool:
         ("qwen2_5_vl", "compressed-fp8", everywhere),
         ("qwen3_vl", "compressed-4", in_language_model),
         ("qwen3_vl", "compressed-int8", everywhere),
+        ("qwen3_5", "fp8", in_language_model),
+        ("qwen3_5", "gptq-4", in_language_model),
+        ("qwen3_5", "compressed-4", in_language_model),
         ("gemma3", "compressed-4-with-zeros", in_language_model),
         ("llava", "gptq-in-order-of-activations", in_language_model),
         ("mistral3", "compressed-fp8", in_language_model),
