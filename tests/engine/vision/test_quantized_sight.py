@@ -152,6 +152,8 @@ def everywhere(name: str) -> bool:
         ("qwen3_5", "fp8", in_language_model),
         ("qwen3_5", "gptq-4", in_language_model),
         ("qwen3_5", "compressed-4", in_language_model),
+        ("qwen3_5_moe", "fp8-blocks", in_language_model),
+        ("qwen3_5_moe", "gptq-4", in_language_model),
         ("gemma3", "compressed-4-with-zeros", in_language_model),
         ("llava", "gptq-in-order-of-activations", in_language_model),
         ("mistral3", "compressed-fp8", in_language_model),
@@ -185,7 +187,14 @@ def test_what_other_programs_packed_says_what_its_numbers_say(
 
 @pytest.mark.skipif(not {*cpu_flags().split()} >= KERNEL_FLAGS, reason="the kernels need AVX2")
 @pytest.mark.parametrize(
-    ("family", "name", "kind"), [("qwen2_5_vl", "awq", INT4), ("llava", "gptq-8", INT8), ("gemma3", "awq", INT4)]
+    ("family", "name", "kind"),
+    [
+        ("qwen2_5_vl", "awq", INT4),
+        ("llava", "gptq-8", INT8),
+        ("gemma3", "awq", INT4),
+        ("qwen3_5", "awq", INT4),
+        ("qwen3_5_moe", "gptq-4", INT4),
+    ],
 )
 def test_levels_of_other_programs_are_kept(
     family: str, name: str, kind: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -203,12 +212,13 @@ def test_levels_of_other_programs_are_kept(
         if backend.runner._decoder is None:
             product = model.model.layers[0].self_attn.o_proj._linear.product
         else:
-            product = backend.runner._decoder.linears()[1].product
+            product = backend.runner._decoder.layers[0].output.product
         found = numbers(product, torch.bfloat16, 0, -(-product.outputs // ROWS))[: product.outputs]
         (weight,) = [
             one
             for part, one in expected.items()
-            if part.endswith("layers.0.self_attn.o_proj.weight") and in_language_model(part)
+            if part.endswith(("layers.0.self_attn.o_proj.weight", "layers.0.linear_attn.out_proj.weight"))
+            and in_language_model(part)
         ]
         assert product.kind == kind and torch.allclose(found, weight, atol=1e-6, rtol=1e-5)
         assert answers(engine)[0] != answers(engine, salt=5)[0]
