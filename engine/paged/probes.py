@@ -48,8 +48,12 @@ def probes_apart(ids: Sequence[int], num_groups: int) -> list[Segment]:
 
 
 @torch.inference_mode()
-def look(model: LanguageModel, ids: Tensor) -> Probe:
-    """What transformers' own layers make of a picture between some text, as long as none of them is replaced."""
+def look(model: LanguageModel, ids: Tensor, is_known: bool) -> Probe | None:
+    """What transformers' own layers make of a picture between some text, as long as none of them is replaced. If the
+    model `is_known`, its tower alone is tried."""
+    if is_known:
+        model.vision.try_blocks()
+        return None
     from .state.layers import without_advice  # transformers takes seconds to import
 
     with without_advice():

@@ -91,7 +91,7 @@ class Runner:
         self.attention_flops = 0  # for each key that a query attends to, in all layers; set by `_observe`
         with in_float32(model):
             known = verdicts.read()
-            seen = look(model, self._probe()) if known is None and isinstance(model, LanguageModel) else None
+            seen = look(model, self._probe(), known is not None) if isinstance(model, LanguageModel) else None
             self.specs = self._observe()
             self._attention: Any = choose_attention(block_size, self.specs, torch.float32, self.device, self.on_triton)
             self.block_size = block_size

@@ -117,7 +117,7 @@ class Vision:
         self._used = 0  # bytes
         self.num_encoded = 0  # images that passed the tower
         self.budget = _BUDGET.get(self._device.type, _LARGE_BUDGET)
-        self._blocks: Blocks | None = None  # set by `probe`
+        self._blocks: Blocks | None = None  # set by `probe`, or `try_blocks`
         self.pictures = Pictures(processor.inputs, self.encode, self._cache.__contains__)
 
     def widen(self) -> None:
@@ -181,6 +181,12 @@ class Vision:
             return Probe(whole, image, head(made.last_hidden_state[:, -1]))
         finally:
             config._attn_implementation = own
+
+    def try_blocks(self) -> None:
+        """Find out whether the tower can pause within an image, as `probe` does."""
+        if self.processor.blocks:
+            inputs = self._to_device(self.processor.inputs(self.processor.sample()[0]))
+            self._blocks, _ = self._blocks_of(inputs, self._pass(inputs))
 
     def encode(self, arrays: Arrays) -> Iterator[Tensor | None]:
         """Pass an image through the tower; yields None after each part but the last, and then the features and the deep
