@@ -171,7 +171,7 @@ def test_other_numbers_see_as_well(family: str, changes: dict[str, Any], start: 
     assert engine.generate(one, GREEDY).stats.cached_tokens > 0
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3_5"])
 def test_the_same_words_about_another_picture_share_no_block(family: str, start: Start) -> None:
     engine, cold = start(family), start(family)
     text = f"{engine.image_mark} What do you see, in as many words as you can find for all of it?"
