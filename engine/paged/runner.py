@@ -271,7 +271,7 @@ class Runner:
                 raise ModelLoadError(f"{self._name} loses its state between steps; choose another model")
 
     def _check(self, seen: Probe | None) -> bool:
-        """Check the model; returns whether the plain decoder computes what the model computes, of what is `seen`, too."""
+        """Check the model; returns whether the plain decoder computes what the model does, also of what is `seen`."""
         self._check_packing()
         difference = self._plain_difference(self._together, self._probe_step())
         if TOLERANCE < difference < inf:
