@@ -20,6 +20,7 @@ from vision_truth import expected, reference
 from penstock.engine import EngineConfig, GenerationParams, ImageText, InferenceEngine
 from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
 from penstock.engine.paged.backend import PagedBackend
+from penstock.engine.paged.decoding.decoder import Decoder
 from penstock.engine.preparing.prompts import Prompt
 
 COUNT = 20  # tokens generated
@@ -113,6 +114,21 @@ def test_an_image_is_computed_in_small_pieces(size: int, directory: Path, truth:
         ]
         requests, wanted = requests_of(engine, prompts, GREEDY), truth(engine, prompts)
     backend = PagedBackend(config(directory, prefill_chunk_size=size, max_batch_size=3))
+    assert run(backend, requests) == wanted
+    backend.close()
+
+
+def test_transformers_modules_see_as_well(
+    directory: Path, engine: InferenceEngine, truth: Truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run on a GPU, where the plain decoder has no layers with a state."""
+    prompts: list[Prompt] = [ImageText(f"Look {engine.image_mark}!", (WIDE,)), "Without any picture."]
+    requests, wanted = requests_of(engine, prompts, GREEDY), truth(engine, prompts)
+    monkeypatch.setattr(Decoder, "of", lambda *_: None)
+    backend = PagedBackend(
+        config(directory, prefill_chunk_size=7, max_batch_size=3, max_sequence_length=1024)
+    )  # not yet known
+    assert any("is not a plain decoder" in path for path in backend.info.slow_paths)
     assert run(backend, requests) == wanted
     backend.close()
 
