@@ -226,6 +226,24 @@ def test_levels_of_other_programs_are_kept(
     assert sizes[0].kept < sizes[1].kept and sizes[0].loading < sizes[1].loading
 
 
+@pytest.mark.parametrize(("family", "name"), [("qwen3_5", "awq"), ("qwen3_5_moe", "gptq-4")])
+def test_layers_that_guess_tokens_are_not_the_model_s(family: str, name: str, tmp_path: Path) -> None:
+    """Checkpoints of Qwen 3.5 have one beside the language model, whose names end like those of a layer of it."""
+    source = make_vision_model(tmp_path / "source", family)
+    write(source, tmp_path / "without", FORMATS[name], in_language_model)
+    weights = load_file(source / "model.safetensors")
+    layer = "model.language_model.layers.1."
+    more = {own.replace(layer, "mtp.layers.0."): -one for own, one in weights.items() if own.startswith(layer)}
+    save_file(weights | more, source / "model.safetensors", {"format": "pt"})
+    write(source, tmp_path / "with", FORMATS[name], in_language_model)
+    for dtype in ("bfloat16", "float32"):
+        found = []
+        for folder in ("without", "with"):
+            with InferenceEngine(config(tmp_path / folder, dtype=dtype)) as engine:
+                found.append(answers(engine))
+        assert found[0] == found[1]
+
+
 @pytest.mark.skipif(not {*cpu_flags().split()} >= KERNEL_FLAGS, reason="the kernels need AVX2")
 def test_a_tower_that_is_packed_takes_the_memory_of_its_numbers(tmp_path: Path) -> None:
     source, kept = make_vision_model(tmp_path / "source", "qwen3_vl"), []
