@@ -131,7 +131,7 @@ def _load(
         weights = lazy_packed_weights(packed.files, packed.weights, packed.packing, dtype)
         if keep_levels is not None and dtype == torch.bfloat16:
             levels = packed_level_readers(packed.files, packed.weights, packed.packing)
-            found = {name: read for name, read in levels.items() if not is_of_tower(name)}
+            found = {name: read for name, read in levels.items() if not (is_of_tower(name) or _guesses(name))}
     else:
         assert quantized is not None
         weights = lazy_rounded_weights(path, quantized, found, dtype)
@@ -163,6 +163,11 @@ def _by_module(model: Any, found: Mapping[str, Any]) -> dict[str, Any]:
         f"{text}.{match[0]}" if (match := _IN_LAYER.search(name)) else head if name.endswith(_HEAD) else name: one
         for name, one in found.items()
     }
+
+
+def _guesses(name: str) -> bool:
+    """Whether a weight of this name is of layers beside the model that guess tokens, which are not read."""
+    return "mtp" in name.split(".")
 
 
 _IN_LAYER, _HEAD = re.compile(r"\blayers\.\d+\..+"), "lm_head"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,7 +20,7 @@ from .checkpoints.gguf.file import read_gguf
 from .checkpoints.gguf.pairs import config_of, find_projector, weights_of
 from .checkpoints.packed import PackedWeight, Packing, find_weights, packing_of
 from .checkpoints.quantized import Quantized
-from .vision.families import completed, family_of
+from .vision.families import PROCESSORS, Family, completed, family_of
 
 BUNDLED = "penstock-nano"  # the model that comes with the package: see deploy/nano
 _BUNDLED_AT = Path(__file__).parents[1] / "deploy" / "nano" / "model"
@@ -136,6 +137,14 @@ def read_config(path: Path) -> dict[str, Any]:
     return completed(config)
 
 
+def seeing_family(path: Path, config: Mapping[str, Any]) -> Family | None:
+    """The family of a model at `path` with this configuration, if it sees images in a way that is supported."""
+    family = family_of(config)
+    if family is None or not family.may_be_blind or is_gguf(path):
+        return family
+    return family if any((path / name).is_file() for name in PROCESSORS) else None
+
+
 def read_model_info(path: Path, source: str, max_sequence_length: int | None = None) -> ModelInfo:
     """Read a model's configuration; `max_sequence_length` shortens the context, never lengthens it.
 
@@ -163,7 +172,7 @@ def read_model_info(path: Path, source: str, max_sequence_length: int | None = N
         vocabulary_size=text["vocab_size"],
         eos_token_ids=tuple(eos),
         dtype=config.get("dtype") or config.get("torch_dtype"),
-        sees=family_of(config) is not None,
+        sees=seeing_family(path, config) is not None,
     )
 
 

@@ -44,17 +44,9 @@ def observe(model: Any, name: str, run: Callable[[Callable[..., Tensor]], Tensor
     feeding: set[int] = set()
     first_pass: AbstractContextManager[None] = nullcontext()
     if not isinstance(model, PlainModel):
-        from .state.layers import (  # transformers takes seconds to import
-            convolution_of,
-            find_states,
-            layers_that_feed,
-            replace_states,
-            without_advice,
-        )
+        from .state.layers import find_states, layers_that_feed, replace_states, without_advice  # transformers is slow
 
         stateful, feeding, first_pass = find_states(model, name), layers_that_feed(config), without_advice()
-        for layer in stateful.values():
-            convolution_of(layer).float()  # what it passes to a function of its own would not be widened with the rest
     if not (stateful or model._supports_attention_backend):
         raise ModelLoadError(f"{name} does not support another attention function; use --backend hf")
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...schemas.params import GenerationParams
 from ..request import EngineRequest
-from ..vision.tower import Vision
+from ..vision.tower import LanguageModel, Probe, Vision
 from .packing import Segment
 
 SPLIT, ALONE, STRIDE, BLOCKS = 5, 8, 7, 6
@@ -47,9 +47,21 @@ def probes_apart(ids: Sequence[int], num_groups: int) -> list[Segment]:
     return [Segment([id], index * STRIDE, tables, True) for index, id in enumerate(ids[:ALONE])]
 
 
-def image_probe(vision: Vision, head: nn.Module, ids: Sequence[int], num_groups: int, block_size: int) -> ImageProbe:
-    """What transformers' own code makes of a picture between some text, and how to compute the same."""
-    probe = vision.probe(ids, head)
+@torch.inference_mode()
+def look(model: LanguageModel, ids: Tensor, is_known: bool) -> Probe | None:
+    """What transformers' own layers make of a picture between some text, as long as none of them is replaced. If the
+    model `is_known`, its tower alone is tried."""
+    if is_known:
+        model.vision.try_blocks()
+        return None
+    from .state.layers import without_advice  # transformers takes seconds to import
+
+    with without_advice():
+        return model.vision.probe(ids.tolist(), model.get_output_embeddings())
+
+
+def image_probe(vision: Vision, probe: Probe, ids: Sequence[int], num_groups: int, block_size: int) -> ImageProbe:
+    """How to compute what transformers' own code has made of a picture, a `probe` of `vision`."""
     request = EngineRequest("", tuple(probe.ids), GenerationParams(), seed=0, images=(probe.image,))
     layout = vision.layout(request)
     assert layout is not None

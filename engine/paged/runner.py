@@ -26,7 +26,7 @@ from ..adapters.low_rank import Adaptation, place
 from ..cpu.library import Kernels, span
 from ..cpu.process import return_memory, use_large_pages
 from ..plain.model import PlainModel
-from ..vision.tower import LanguageModel, Seen, Vision
+from ..vision.tower import LanguageModel, Probe, Seen, Vision
 from .attention import Rules, choose_attention, widened, with_rules
 from .decoding.compiled_decoder import RANK_UNIT, CompiledDecoder
 from .decoding.decoder import Decoder
@@ -37,7 +37,7 @@ from .decoding.proof import Setting, distance, fault
 from .kv.kv_cache import LayerSpec, Pool
 from .layers import observe
 from .packing import Computed, LayerGroup, PackedStep, Segment, pack, rank
-from .probes import BLOCKS, SPLIT, TOLERANCE, image_probe, probe_ids, probes, probes_apart, stride_of
+from .probes import BLOCKS, SPLIT, TOLERANCE, image_probe, look, probe_ids, probes, probes_apart, stride_of
 from .state.memory import States
 from .state.probes import NUM_SLOTS, NUM_TRIED, after_others, in_steps, with_slots
 from .verdicts import NO_VERDICTS, Verdict, Verdicts
@@ -90,6 +90,8 @@ class Runner:
         self.weight_bytes = 0  # what a decoding step reads, without keys and values
         self.attention_flops = 0  # for each key that a query attends to, in all layers; set by `_observe`
         with in_float32(model):
+            known = verdicts.read()
+            seen = look(model, self._probe(), known is not None) if isinstance(model, LanguageModel) else None
             self.specs = self._observe()
             self._attention: Any = choose_attention(block_size, self.specs, torch.float32, self.device, self.on_triton)
             self.block_size = block_size
@@ -97,8 +99,7 @@ class Runner:
             self._group_of = [self.groups.index((spec.window, spec.num_heads)) for spec in self.specs]
             self.allocate([BLOCKS] * len(self.groups))
             self.states.allocate(NUM_SLOTS, 2, torch.float32)
-            known = verdicts.read()
-            is_plain = known.is_plain if known is not None else self._check()
+            is_plain = known.is_plain if known is not None else self._check(seen)
         self._attention = choose_attention(block_size, self.specs, self.dtype, self.device, self.on_triton)
         self.allocate([BLOCKS] * len(self.groups))
         self._spans: list[tuple[int, int]] = []  # addresses and sizes of the weights; set by `_fuse`
@@ -269,13 +270,13 @@ class Runner:
             if not distance(self._alone, last) <= TOLERANCE:
                 raise ModelLoadError(f"{self._name} loses its state between steps; choose another model")
 
-    def _check(self) -> bool:
-        """Check the model; returns whether the plain decoder computes what the model computes."""
+    def _check(self, seen: Probe | None) -> bool:
+        """Check the model; returns whether the plain decoder computes what the model does, also of what is `seen`."""
         self._check_packing()
         difference = self._plain_difference(self._together, self._probe_step())
         if TOLERANCE < difference < inf:
             _log.info("plain decoder differs from %s by %.3g", self._name, difference)
-        sees_plainly = self.vision is None or self._sees_plainly(self.vision)
+        sees_plainly = seen is None or self._sees_plainly(seen)
         return difference <= TOLERANCE and sees_plainly
 
     @torch.inference_mode()
@@ -290,12 +291,11 @@ class Runner:
             self._decoder = None
 
     @torch.inference_mode()
-    def _sees_plainly(self, vision: Vision) -> bool:
+    def _sees_plainly(self, seen: Probe) -> bool:
         """Check that packed tokens see an image as the model does; returns whether the plain decoder does so, too."""
-        head, ids = self._model.get_output_embeddings(), self._probe().tolist()
-        probe = image_probe(vision, head, ids, len(self.groups), self.block_size)
+        probe = image_probe(self._model.vision, seen, self._probe().tolist(), len(self.groups), self.block_size)
         self.allocate([probe.num_blocks] * len(self.groups))
-        step = self._pack(probe.segments)
+        step = self._pack(with_slots(probe.segments) if self.states else probe.segments)
         if not (far := distance(probe.logits, self._forward(step))) <= TOLERANCE:
             raise ModelLoadError(f"{self._name} sees images in a way that is not supported (off by {far:.3g})")
         return self._plain_difference(probe.logits, step) <= TOLERANCE

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from ...schemas.errors import ModelLoadError
 
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # files with the settings of an image processor
+
 Config = Mapping[str, Any]
 Grid = tuple[int, ...]
 
@@ -34,7 +36,8 @@ class Family(NamedTuple):
     the tower sees an image as a whole; then `blocks` names its blocks, and what computes further features of them.
     `place` is the id of the token by which a prompt's text says where an image stands. `mutual` is how many tokens of
     an image, in a row, see each other in both directions; 0 if they are causal like all others. `defaults` are settings
-    of the image processor for those that its file leaves open."""
+    of the image processor for those that its file leaves open. `may_be_blind`: a checkpoint without an image processor
+    is one of its language model."""
 
     grid: Callable[[Config, Mapping[str, Any]], Grid]
     write: Callable[[Config, Grid, str], str]
@@ -46,6 +49,7 @@ class Family(NamedTuple):
     place: Callable[[Config], int] = image_token
     mutual: Callable[[Config], int] = lambda _: 0
     defaults: Mapping[str, Any] = MappingProxyType({})
+    may_be_blind: bool = False
 
 
 def family_of(config: Config) -> Family | None:
@@ -63,6 +67,8 @@ def why_blind(config: Config) -> str:
     kind = config.get("model_type", "")
     if kind in _BIDIRECTIONAL:
         return f"takes text alone: {kind} lets tokens see each other in both directions in a way that is not supported"
+    if kind in FAMILIES:
+        return f"takes text alone: its files have no {' and no '.join(PROCESSORS)}, which would say how it sees"
     if "vision_config" in config:
         return f"takes text alone: images are not supported for {kind}, but for {', '.join(sorted(FAMILIES))}"
     return "takes text alone"
@@ -213,6 +219,9 @@ FAMILIES: dict[str, Family] = {
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
     "qwen3_vl": _QWEN,
+    "qwen3_vl_moe": _QWEN,
+    "qwen3_5": _QWEN._replace(may_be_blind=True),
+    "qwen3_5_moe": _QWEN._replace(may_be_blind=True),
 }
 _TEXTS: dict[str, dict[str, Any]] = {
     "llama": {

@@ -24,10 +24,10 @@ from ...schemas.sources import is_gguf
 from ..checkpoints.files import read_json
 from ..checkpoints.gguf.file import read_gguf
 from ..checkpoints.gguf.pairs import processor_of
-from ..models import read_config
+from ..models import read_config, seeing_family
 from ..text.tokenizer_port import TokenizerLike, encode_within
 from .chat import GivenImage
-from .families import Family, Grid, family_of, image_token
+from .families import PROCESSORS, Family, Grid, image_token
 from .images import PromptImage
 from .reading import ImageLimits, decode_image, refused, within
 
@@ -64,7 +64,7 @@ class VisionProcessor:
         if not path.is_dir() and not is_gguf(path):
             return None
         config = read_config(path)
-        family = family_of(config)
+        family = seeing_family(path, config)
         return None if family is None else cls(path, config, family)
 
     def mark(self, tokenizer: TokenizerLike) -> str:
@@ -203,6 +203,5 @@ def _check_marks(text: str, mark: str, count: int) -> None:
 
 def processor_digest(path: Path) -> str:
     """Identifies the settings of a model's image processor."""
-    names = ("preprocessor_config.json", "processor_config.json")
-    found = [read_json(path / name) if (path / name).is_file() else {} for name in names]
+    found = [read_json(path / name) if (path / name).is_file() else {} for name in PROCESSORS]
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()

@@ -81,16 +81,19 @@ class LanguageModel(nn.Module):
         use_cache: bool,
         penstock: Callable[..., Tensor],
         seen: Seen | None = None,
+        **more: Any,
     ) -> Logits:
-        """The logits [1, K, V] of packed tokens [1, T] at positions [1, T] or, in three dimensions, [1, 3, T]."""
+        """The logits [1, K, V] of packed tokens [1, T] at positions [1, T] or, in three dimensions, [1, 3, T].
+
+        `more` is for the layers.
+        """
         embedded = self.model.get_input_embeddings()(input_ids)
-        more: dict[str, Any] = {}
         if seen is not None:
             embedded = embedded.index_copy(1, seen.rows, seen.features.to(embedded.dtype)[None])
             if seen.deep:
                 mask = torch.zeros_like(input_ids, dtype=torch.bool).index_fill(1, seen.rows, True)
                 order = seen.rows.argsort()  # a mask has its rows in order
-                more = {"visual_pos_masks": mask, "deepstack_visual_embeds": [deep[order] for deep in seen.deep]}
+                more |= {"visual_pos_masks": mask, "deepstack_visual_embeds": [deep[order] for deep in seen.deep]}
         positions = position_ids.transpose(0, 1) if position_ids.ndim == 3 else position_ids
         hidden = self.model(
             inputs_embeds=embedded, position_ids=positions, use_cache=use_cache, penstock=penstock, **more
@@ -114,7 +117,7 @@ class Vision:
         self._used = 0  # bytes
         self.num_encoded = 0  # images that passed the tower
         self.budget = _BUDGET.get(self._device.type, _LARGE_BUDGET)
-        self._blocks: Blocks | None = None  # set by `probe`
+        self._blocks: Blocks | None = None  # set by `probe`, or `try_blocks`
         self.pictures = Pictures(processor.inputs, self.encode, self._cache.__contains__)
 
     def widen(self) -> None:
@@ -178,6 +181,12 @@ class Vision:
             return Probe(whole, image, head(made.last_hidden_state[:, -1]))
         finally:
             config._attn_implementation = own
+
+    def try_blocks(self) -> None:
+        """Find out whether the tower can pause within an image, as `probe` does."""
+        if self.processor.blocks:
+            inputs = self._to_device(self.processor.inputs(self.processor.sample()[0]))
+            self._blocks, _ = self._blocks_of(inputs, self._pass(inputs))
 
     def encode(self, arrays: Arrays) -> Iterator[Tensor | None]:
         """Pass an image through the tower; yields None after each part but the last, and then the features and the deep

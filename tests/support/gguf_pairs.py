@@ -84,7 +84,21 @@ def _write_text(directory: Path, to: Path, config: Config, weights: Mapping[str,
     (to / "config.json").write_text(json.dumps(config["text_config"]))
     found = {f"model.{match[1]}{match[2]}": weights[name] for name in weights if (match := _TEXT.fullmatch(name))}
     found |= {name.removeprefix("language_model."): weights[name] for name in _HEADS if name in weights}
+    for name in [name for name in found if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
+        found.update(_apart(name, found.pop(name)))
     save_file(found, to / "model.safetensors")
+
+
+def _apart(name: str, values: Array) -> Iterator[tuple[str, Array]]:
+    """The weights of each expert, of one of all of them [E, O, I]."""
+    experts, _, kind = name.rpartition(".")
+    for number, own in enumerate(values):
+        parts = (
+            {"down_proj": own}
+            if kind == "down_proj"
+            else dict(zip(("gate_proj", "up_proj"), np.split(own, 2), strict=True))
+        )
+        yield from ((f"{experts}.{number}.{part}.weight", np.ascontiguousarray(one)) for part, one in parts.items())
 
 
 def _keys(kind: Kind, directory: Path, config: Config) -> dict[str, Any]:
@@ -201,7 +215,7 @@ def _qwen3(config: Config, processor: Config) -> dict[str, Any]:
         "clip.vision.attention.layer_norm_epsilon": 1e-6,
         "clip.vision.spatial_merge_size": tower["spatial_merge_size"],
         "clip.vision.is_deepstack_layers": [
-            layer in tower["deepstack_visual_indexes"] for layer in range(tower["depth"])
+            layer in tower.get("deepstack_visual_indexes", ()) for layer in range(tower["depth"])
         ],
     }
 
@@ -281,12 +295,20 @@ def _gemma3_tensors(name: str, values: Array, config: Config) -> Named:
 
 
 _SECTIONS = {"rope.dimension_sections": [2, 3, 3, 0]}
+_EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64}
+_DELTA_NETS = {
+    **{"ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 96},
+    **{"full_attention_interval": 2, "rope.dimension_count": 16, "rope.dimension_sections": [3, 3, 2, 0]},
+}
 KINDS = {
     "smolvlm": Kind("llama", "idefics3", _smolvlm, _named),
     "llava": Kind("llama", "mlp", _llava, _llava_tensors),
     "qwen2_vl": Kind("qwen2vl", "qwen2vl_merger", _qwen2, _qwen_tensors, _SECTIONS),
     "qwen2_5_vl": Kind("qwen2vl", "qwen2.5vl_merger", _qwen2_5, _qwen_tensors, _SECTIONS),
     "qwen3_vl": Kind("qwen3vl", "qwen3vl_merger", _qwen3, _qwen3_tensors, _SECTIONS),
+    "qwen3_vl_moe": Kind("qwen3vlmoe", "qwen3vl_merger", _qwen3, _qwen3_tensors, _SECTIONS | _EXPERTS),
+    "qwen3_5": Kind("qwen35", "qwen3vl_merger", _qwen3, _qwen3_tensors, _DELTA_NETS),
+    "qwen3_5_moe": Kind("qwen35moe", "qwen3vl_merger", _qwen3, _qwen3_tensors, _DELTA_NETS | _EXPERTS),
     "internvl": Kind("qwen2", "internvl", _internvl, _internvl_tensors),
     "mistral3": Kind("llama", "pixtral", _mistral3, _mistral3_tensors),
     "gemma3": Kind(

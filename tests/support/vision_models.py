@@ -56,6 +56,17 @@ _QWEN = {
     "temporal_patch_size": 2,
     "initializer_range": 0.3,
 }
+_QWEN3 = _QWEN | {"intermediate_size": 64, "out_hidden_size": 64, "num_position_embeddings": 64}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_HYBRID = {  # of a head's 32 numbers 16 rotate, by time, row and column in turns
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": _MROPE | {"mrope_interleaved": True, "mrope_section": [3, 3, 2], "partial_rotary_factor": 0.5},
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
 
 # The marks of each family, the first of which stands for a part of an image; configuration; image processor.
 FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
@@ -111,13 +122,30 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
         {
             "text_config": _TEXT | {"rope_parameters": _MROPE, "head_dim": 16},
-            "vision_config": _QWEN
-            | {
-                "intermediate_size": 64,
-                "out_hidden_size": 64,
-                "num_position_embeddings": 64,
-                "deepstack_visual_indexes": [0, 1],
-            },
+            "vision_config": _QWEN3 | {"deepstack_visual_indexes": [0, 1]},
+        },
+        {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 56 * 56, "max_pixels": 112 * 112},
+    ),
+    "qwen3_vl_moe": (
+        ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
+        {
+            "text_config": _TEXT | _EXPERTS | {"rope_parameters": _MROPE, "head_dim": 16},
+            "vision_config": _QWEN3 | {"deepstack_visual_indexes": [0, 1]},
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 56 * 56, "max_pixels": 112 * 112},
+    ),
+    "qwen3_5": (
+        ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
+        {"text_config": _TEXT | _HYBRID, "vision_config": _QWEN3, "tie_word_embeddings": False},
+        {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 56 * 56, "max_pixels": 112 * 112},
+    ),
+    "qwen3_5_moe": (
+        ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
+        {
+            "text_config": _TEXT | _HYBRID | _EXPERTS | {"shared_expert_intermediate_size": 64},
+            "vision_config": _QWEN3,
+            "tie_word_embeddings": False,
         },
         {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 56 * 56, "max_pixels": 112 * 112},
     ),

@@ -18,8 +18,9 @@ from .vision import Names, Projector, Vision
 
 _TOKENS = "tokenizer.ggml.tokens"
 _LAYER = "v.blk."
-_IN_THREE_DIMENSIONS: dict[str, dict[str, Any]] = {"qwen2vl": {}, "qwen3vl": {"mrope_interleaved": True}}
-"""How positions rotate, of language models that have them in three dimensions."""
+_IN_TURNS = {"qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"}
+_IN_THREE_DIMENSIONS = {"qwen2vl", *_IN_TURNS}
+"""Language models whose positions have these; those of the former rotate numbers by time, row and column in turns."""
 
 
 class _Unsupported(ModelLoadError):
@@ -42,10 +43,12 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
     if architecture in _IN_THREE_DIMENSIONS:
         if (sections := Keys(gguf).sections) is None:
             raise ModelLoadError(f"{gguf.path} has no {architecture}.rope.dimension_sections; convert the model again")
-        text["rope_parameters"] |= {"mrope_section": sections} | _IN_THREE_DIMENSIONS[architecture]
+        text["rope_parameters"] |= {"mrope_section": sections}
+        text["rope_parameters"] |= {"mrope_interleaved": True} if architecture in _IN_TURNS else {}
+    model_type, class_name = kind.models.get(architecture, (kind.model_type, kind.class_name))
     return kind.config(vision) | {
-        "model_type": kind.model_type,
-        "architectures": [kind.class_name],
+        "model_type": model_type,
+        "architectures": [class_name],
         "dtype": text["dtype"],
         "tie_word_embeddings": text["tie_word_embeddings"],
         "text_config": text,

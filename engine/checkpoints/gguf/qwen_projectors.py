@@ -1,4 +1,4 @@
-"""The projectors of Qwen 2, 2.5 and 3 VL. Needs no torch."""
+"""The projectors of Qwen 2, 2.5 and 3 VL and of Qwen 3.5. Needs no torch."""
 
 from __future__ import annotations
 
@@ -136,7 +136,10 @@ QWEN: dict[str, Projector] = {
     "qwen3vl_merger": Projector(
         "qwen3_vl",
         "Qwen3VLForConditionalGeneration",
-        {"qwen3vl": "qwen3_vl_text"},
+        {
+            **{"qwen3vl": "qwen3_vl_text", "qwen3vlmoe": "qwen3_vl_moe_text"},
+            **{"qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text"},
+        },
         _QWEN_TEXT,
         "<|image_pad|>",
         {
@@ -163,5 +166,10 @@ QWEN: dict[str, Projector] = {
         _qwen3,
         _qwen3_processor,
         names_of=_deep_names,
+        models={
+            "qwen3vlmoe": ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
+            "qwen35": ("qwen3_5", "Qwen3_5ForConditionalGeneration"),
+            "qwen35moe": ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
+        },
     ),
 }

@@ -90,6 +90,7 @@ class Projector(NamedTuple):
     its `output_axis`. `mark` is the text of an image token; a token whose text begins like `spare` may stand in for it.
     `config` has what config.json has besides, `processor` is preprocessor_config.json. `names_of` are more names, which
     depend on the file. `offsets` are to be added to tensors; `tokens` are texts by what config.json calls their ids.
+    `models` are transformers' model and its class for architectures with which these are others.
     """
 
     model_type: str
@@ -113,6 +114,7 @@ class Projector(NamedTuple):
     spare: str | None = None
     offsets: Mapping[str, int] = MappingProxyType({})
     tokens: Names = MappingProxyType({})
+    models: Mapping[str, tuple[str, str]] = MappingProxyType({})
 
 
 def short(value: float) -> float:

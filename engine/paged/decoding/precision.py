@@ -50,5 +50,7 @@ def _widen(module: nn.Module, hooks: ExitStack) -> None:
 
 
 def _present(module: Any) -> list[nn.Parameter]:
-    read = [module, module.norm] if type(module).__name__ in _LOOKING else [module]
+    """What a module reads: a layer passes the weights of its convolution to a function of its own."""
+    read = [module, *(child for child in module.children() if type(child) is nn.Conv1d)]
+    read += [module.norm] if type(module).__name__ in _LOOKING else []
     return [weight for one in read for weight in one.parameters(recurse=False) if not is_absent(weight)]

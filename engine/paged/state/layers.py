@@ -54,12 +54,6 @@ def layers_that_feed(config: Any) -> set[int]:
     return {index for index, kind in enumerate(getattr(config, "layer_types", None) or ()) if kind in _FEEDING}
 
 
-def convolution_of(layer: Any) -> nn.Conv1d:
-    """That of a layer of transformers that keeps a state."""
-    found: nn.Conv1d = layer.conv if isinstance(getattr(layer, "conv", None), nn.Conv1d) else layer.conv1d
-    return found
-
-
 @contextmanager
 def without_advice() -> Iterator[None]:
     """Keep transformers from advising packages that make its own layers faster: they run once, and are replaced."""

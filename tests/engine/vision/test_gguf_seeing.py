@@ -37,7 +37,7 @@ GREEDY = GenerationParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
 TEXT = "A sentence without any picture, which runs beside the others."
 UNLIKE = {"initializer_range", "dtype", "_name_or_path", "projection_dim", "num_hidden_layers"}  # in both forms
 TOWERS = {"qwen2_5_vl": {"window_size": 112}}  # that of all its models: GGUF does not have it
-PIXELS = {"qwen3_vl": {"min_pixels": 65_536, "max_pixels": 16_777_216}}  # so are these
+PIXELS = {"min_pixels": 65_536, "max_pixels": 16_777_216}  # so are these of the families of Qwen 3
 
 Tokens = tuple[int, ...]
 
@@ -79,9 +79,9 @@ def seer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Seer]:
 
     def make(family: str) -> Seer:
         directory = make_vision_model(root / family, family, tower=TOWERS.get(family))
-        if pixels := PIXELS.get(family):
+        if family.startswith("qwen3"):
             file = directory / "preprocessor_config.json"
-            file.write_text(json.dumps(json.loads(file.read_text()) | pixels))
+            file.write_text(json.dumps(json.loads(file.read_text()) | PIXELS))
         path = write_pair(directory, root / f"{family}-gguf", family)
         with InferenceEngine(config(directory)) as engine:
             prompts = prompts_of(engine.image_mark)
@@ -145,8 +145,15 @@ def test_a_projector_in_16_bits_is_the_tower_in_16_bits(seer: Callable[[str], Se
         assert [output.token_ids for output in engine.generate(found.prompts, GREEDY)] == wanted
 
 
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("smolvlm", "model.text_model.layers.0.self_attn.q_proj"),
+        ("qwen3_5_moe", "model.language_model.layers.0.linear_attn.in_proj_qkv"),
+    ],
+)
 def test_levels_are_kept_of_the_language_model_alone(
-    seer: Callable[[str], Seer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, name: str, seer: Callable[[str], Seer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bfloat16, as usual."""
     kept: list[str] = []
@@ -156,10 +163,13 @@ def test_levels_are_kept_of_the_language_model_alone(
         rounded.attach(model, found, experts)
 
     monkeypatch.setattr(loading, "attach", attach)
-    directory, kind = seer("smolvlm").directory, lambda _, values: "Q8_0" if values.ndim == 2 else None
-    path = write_pair(directory, tmp_path, "smolvlm", dtype="Q8_0", text_kind=kind)
+    directory, kind = (
+        seer(family).directory,
+        lambda _, values: "Q8_0" if values.ndim == 2 and values.shape[1] % 32 == 0 else None,
+    )
+    path = write_pair(directory, tmp_path, family, dtype="Q8_0", text_kind=kind)
     with InferenceEngine(config(path, dtype="bfloat16")) as engine:
-        assert "model.text_model.layers.0.self_attn.q_proj" in kept and not any(map(is_of_tower, kept))
+        assert name in kept and not any(map(is_of_tower, kept))
         prompts = prompts_of(engine.image_mark)
         other = ImageText(prompts[0].text, (picture(salt=5),)) if isinstance(prompts[0], ImageText) else TEXT
         answers = [output.token_ids for output in engine.generate([*prompts, other], GREEDY)]

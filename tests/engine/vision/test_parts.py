@@ -234,7 +234,10 @@ def test_features_have_the_same_bits_in_all_schedules(bench: Bench) -> None:
 
 @pytest.mark.parametrize(
     ("family", "blocks"),
-    [("llava", 3), ("qwen2_vl", 2), ("qwen2_5_vl", 3), ("qwen3_vl", 3), ("mistral3", 2), ("gemma3", 2)],
+    [
+        *[("llava", 3), ("qwen2_vl", 2), ("qwen2_5_vl", 3), ("qwen3_vl", 3), ("mistral3", 2), ("gemma3", 2)],
+        *[("qwen3_vl_moe", 3), ("qwen3_5", 3)],
+    ],
 )
 def test_a_picture_that_is_seen_as_a_whole_passes_block_by_block(family: str, blocks: int, make: Make) -> None:
     bench = make(family)
@@ -260,6 +263,17 @@ def test_a_picture_that_is_seen_as_a_whole_passes_block_by_block(family: str, bl
     *_, features = bench.vision.encode(arrays)
     assert features is not None
     assert torch.equal(features, bench.vision._cache[at_once.request.cache_salt, image.identity]), "with the same bits"
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3"])
+def test_a_tower_pauses_in_a_model_that_is_known_already(family: str, make: Make) -> None:
+    make(family)
+    bench = make(family)
+    bench.vision.budget = 0
+    seeing = bench.choice("Here is", 1)
+    bench.add(seeing)
+    assert sum(map(len, bench.run(seeing))) > 1
+    bench.check(seeing)
 
 
 def test_a_tower_that_is_built_otherwise_is_not_cut_into_blocks(

@@ -27,6 +27,7 @@ from penstock.engine.cpu.machine import KERNEL_FLAGS, computes_bfloat16, cpu_fla
 from penstock.engine.models import count_parameters
 from penstock.engine.paged import load
 from penstock.engine.paged.decoding.linear import packs_bfloat16
+from penstock.engine.paged.quantization.apart import set_apart
 from penstock.engine.paged.quantization.calibrate import calibrate
 from penstock.engine.paged.quantization.quantize import quantizable, rounded
 from penstock.engine.preparing.prompts import Prompt
@@ -66,11 +67,16 @@ def on_texts(model: Any, methods: dict[str, str]) -> dict[str, Rounded]:
 
 
 @pytest.mark.parametrize(
-    ("family", "method", "rounding"),
-    [("llava", "int4", on_texts), ("smolvlm", "int8", by_itself), ("qwen3_vl", "int4", by_itself)],
+    ("family", "method", "rounding", "count"),
+    [
+        ("llava", "int4", on_texts, 3 * 7 + 1),
+        ("smolvlm", "int8", by_itself, 3 * 7 + 1),
+        ("qwen3_vl", "int4", by_itself, 3 * 7 + 1),
+        ("qwen3_5", "int4", on_texts, 2 * 8 + 7 + 1),
+    ],
 )
 def test_answers_are_those_of_the_numbers(
-    family: str, method: str, rounding: Callable[[Any, dict[str, str]], dict[str, Rounded]], tmp_path: Path
+    family: str, method: str, rounding: Callable[[Any, dict[str, str]], dict[str, Rounded]], count: int, tmp_path: Path
 ) -> None:
     """A checkpoint, and where the rounding is the same, weights rounded at load."""
     source, out, numbers = (tmp_path / name for name in ("source", "out", "numbers"))
@@ -85,7 +91,7 @@ def test_answers_are_those_of_the_numbers(
     plain = [rounded(before[f"{name}.weight"], own).levels for name, own in methods.items()]
     is_alike = [torch.equal(found[name].levels, one) for name, one in zip(methods, plain, strict=True)]
     assert sum(is_alike) == (len(found) if rounding is by_itself else 1), "the head alone is rounded by itself"
-    assert len(found) == 3 * 7 + 1 and {one.bits for one in found.values()} == ({8} if method == "int8" else {4, 8})
+    assert len(found) == count and {one.bits for one in found.values()} == ({8} if method == "int8" else {4, 8})
     save_quantized(source, out, model, found)
     shutil.copytree(source, numbers, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     model.save_pretrained(numbers)
@@ -101,6 +107,30 @@ def test_answers_are_those_of_the_numbers(
     if rounding is by_itself:
         with InferenceEngine(config(source, quantization=method)) as engine:
             assert answers(engine) == wanted
+
+
+@pytest.mark.parametrize(("family", "method"), [("qwen3_vl_moe", "int4"), ("qwen3_5_moe", "int8")])
+def test_experts_of_a_model_that_sees_are_quantised(family: str, method: str, tmp_path: Path) -> None:
+    source = make_vision_model(tmp_path / "source", family)
+    model: Any = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32)
+    right = reference(source)
+    set_apart(model)
+    found = {name: rounded(module.weight, own) for name, module, own in quantizable(model, method)}
+    save_quantized(source, tmp_path / "out", model, found)
+    assert sum(".experts." in name for name in found) == 3 * 4 * 2
+    with torch.no_grad():
+        for name, one in found.items():
+            path, _, last = name.rpartition(".")
+            experts, _, number = path.rpartition(".")
+            if experts.endswith(".experts"):
+                getattr(right.get_submodule(experts), last)[int(number)] = one.numbers
+            else:
+                right.get_submodule(name).weight.copy_(one.numbers)
+    assert footprint(config(tmp_path / "out")).weights == footprint(config(source, quantization=method)).weights
+    with InferenceEngine(config(tmp_path / "out")) as engine:
+        requests, processor = requests_of(engine, prompts_of(engine), GREEDY), engine.sight.processor
+        assert processor is not None
+        assert answers(engine) == [expected(right, request, processor, family, COUNT) for request in requests]
 
 
 def in_language_model(name: str) -> bool:
@@ -119,6 +149,11 @@ def everywhere(name: str) -> bool:
         ("qwen2_5_vl", "compressed-fp8", everywhere),
         ("qwen3_vl", "compressed-4", in_language_model),
         ("qwen3_vl", "compressed-int8", everywhere),
+        ("qwen3_5", "fp8", in_language_model),
+        ("qwen3_5", "gptq-4", in_language_model),
+        ("qwen3_5", "compressed-4", in_language_model),
+        ("qwen3_5_moe", "fp8-blocks", in_language_model),
+        ("qwen3_5_moe", "gptq-4", in_language_model),
         ("gemma3", "compressed-4-with-zeros", in_language_model),
         ("llava", "gptq-in-order-of-activations", in_language_model),
         ("mistral3", "compressed-fp8", in_language_model),
@@ -152,7 +187,14 @@ def test_what_other_programs_packed_says_what_its_numbers_say(
 
 @pytest.mark.skipif(not {*cpu_flags().split()} >= KERNEL_FLAGS, reason="the kernels need AVX2")
 @pytest.mark.parametrize(
-    ("family", "name", "kind"), [("qwen2_5_vl", "awq", INT4), ("llava", "gptq-8", INT8), ("gemma3", "awq", INT4)]
+    ("family", "name", "kind"),
+    [
+        ("qwen2_5_vl", "awq", INT4),
+        ("llava", "gptq-8", INT8),
+        ("gemma3", "awq", INT4),
+        ("qwen3_5", "awq", INT4),
+        ("qwen3_5_moe", "gptq-4", INT4),
+    ],
 )
 def test_levels_of_other_programs_are_kept(
     family: str, name: str, kind: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -170,17 +212,36 @@ def test_levels_of_other_programs_are_kept(
         if backend.runner._decoder is None:
             product = model.model.layers[0].self_attn.o_proj._linear.product
         else:
-            product = backend.runner._decoder.linears()[1].product
+            product = backend.runner._decoder.layers[0].output.product
         found = numbers(product, torch.bfloat16, 0, -(-product.outputs // ROWS))[: product.outputs]
         (weight,) = [
             one
             for part, one in expected.items()
-            if part.endswith("layers.0.self_attn.o_proj.weight") and in_language_model(part)
+            if part.endswith(("layers.0.self_attn.o_proj.weight", "layers.0.linear_attn.out_proj.weight"))
+            and in_language_model(part)
         ]
         assert product.kind == kind and torch.allclose(found, weight, atol=1e-6, rtol=1e-5)
         assert answers(engine)[0] != answers(engine, salt=5)[0]
     sizes = [weights_of_model(config(path, dtype="bfloat16"), "cpu") for path in (tmp_path / "packed", source)]
     assert sizes[0].kept < sizes[1].kept and sizes[0].loading < sizes[1].loading
+
+
+@pytest.mark.parametrize(("family", "name"), [("qwen3_5", "awq"), ("qwen3_5_moe", "gptq-4")])
+def test_layers_that_guess_tokens_are_not_the_model_s(family: str, name: str, tmp_path: Path) -> None:
+    """Checkpoints of Qwen 3.5 have one beside the language model, whose names end like those of a layer of it."""
+    source = make_vision_model(tmp_path / "source", family)
+    write(source, tmp_path / "without", FORMATS[name], in_language_model)
+    weights = load_file(source / "model.safetensors")
+    layer = "model.language_model.layers.1."
+    more = {own.replace(layer, "mtp.layers.0."): -one for own, one in weights.items() if own.startswith(layer)}
+    save_file(weights | more, source / "model.safetensors", {"format": "pt"})
+    write(source, tmp_path / "with", FORMATS[name], in_language_model)
+    for dtype in ("bfloat16", "float32"):
+        found = []
+        for folder in ("without", "with"):
+            with InferenceEngine(config(tmp_path / folder, dtype=dtype)) as engine:
+                found.append(answers(engine))
+        assert found[0] == found[1]
 
 
 @pytest.mark.skipif(not {*cpu_flags().split()} >= KERNEL_FLAGS, reason="the kernels need AVX2")

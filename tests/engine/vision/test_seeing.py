@@ -23,6 +23,7 @@ from vision_runs import requests_of, run
 from vision_truth import expected, reference
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, ImageText, InferenceEngine
+from penstock.engine.model_files import LEAST_STATES, STATES, ModelFiles
 from penstock.engine.paged.backend import PagedBackend
 from penstock.engine.preparing.prompts import Prompt
 from penstock.engine.vision.images import PromptImage
@@ -38,8 +39,8 @@ ConfigOf = Callable[..., EngineConfig]
 Truth = Callable[[str], tuple[list[EngineRequest], list[Tokens]]]
 all_families = pytest.mark.parametrize("family", FAMILIES)
 # One with plain positions, one with tokens between those of an image, one with three dimensions and deepstack.
-# And one whose image tokens see each other.
-some_families = pytest.mark.parametrize("family", ["llava", "smolvlm", "qwen3_vl", "gemma3"])
+# One whose image tokens see each other, and one that keeps running states.
+some_families = pytest.mark.parametrize("family", ["llava", "smolvlm", "qwen3_vl", "gemma3", "qwen3_5"])
 
 
 @pytest.fixture(scope="module")
@@ -131,9 +132,10 @@ def test_pieces_and_takeovers_change_nothing(family: str, config_of: ConfigOf, t
 @some_families
 def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Truth) -> None:
     requests, wanted = truth(family)
-    bytes_per_block = 16 * 3 * 2 * 2 * 16 * 4
+    files = ModelFiles.of(config_of(family))
     longest = max(len(request.prompt) for request in requests) + COUNT
-    memory = ByteSize((longest // 16 + 2) * bytes_per_block)
+    states = 3 * LEAST_STATES * files.states() // STATES
+    memory = ByteSize((longest // 16 + 2) * files.cache(16, 1) + states)
     backend = PagedBackend(config_of(family, kv_cache_memory=memory, max_batch_size=3, max_sequence_length=longest))
     assert backend.runner.vision is not None
     before = backend.runner.vision.num_encoded
@@ -149,6 +151,10 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
     [
         ("smolvlm", {}),
         ("qwen3_vl", {}),
+        ("qwen3_vl_moe", {"quantization": "int4"}),
+        ("qwen3_5", {}),
+        ("qwen3_5", {"quantization": "int8"}),
+        ("qwen3_5_moe", {}),
         ("gemma3", {"quantization": "int4"}),
         ("llava", {"quantization": "int8"}),
         ("mistral3", {"compile_kernels": False}),
@@ -165,7 +171,7 @@ def test_other_numbers_see_as_well(family: str, changes: dict[str, Any], start: 
     assert engine.generate(one, GREEDY).stats.cached_tokens > 0
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3_5"])
 def test_the_same_words_about_another_picture_share_no_block(family: str, start: Start) -> None:
     engine, cold = start(family), start(family)
     text = f"{engine.image_mark} What do you see, in as many words as you can find for all of it?"

@@ -26,7 +26,8 @@ from penstock.engine.paged.quality import Reader, compare
 from penstock.engine.paged.state import mamba
 from penstock.engine.paged.state.delta_rule import Tokens, in_chunks, one_each
 from penstock.engine.sizing import footprint, sized
-from penstock.schemas.errors import ConfigurationError, ModelLoadError
+from penstock.engine.vision.sight import load_sight
+from penstock.schemas.errors import ConfigurationError, InvalidRequest, ModelLoadError
 
 SHAPES = [
     "qwen3_next",
@@ -339,7 +340,7 @@ def test_a_model_that_chooses_among_attentions_of_its_own_is_refused_in_words(
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 def test_a_model_that_also_sees_is_served_for_text(family: str, model_directory: Directory, tmp_path: Path) -> None:
-    """As Qwen3.5 is published: one checkpoint, whose language model has a configuration of its own."""
+    """Where its checkpoint does not say how to prepare images, as some that others have quantised."""
     import transformers
 
     library: Any = transformers
@@ -359,9 +360,12 @@ def test_a_model_that_also_sees_is_served_for_text(family: str, model_directory:
     ids = torch.tensor([PROMPT])
     output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=COUNT, do_sample=False)
     with loaded(tmp_path) as backend:
+        assert not backend.info.sees and backend.runner.vision is None
         choice = add(backend, PROMPT)
         finish(backend)
         assert choice.tokens == output[0, len(PROMPT) :].tolist()
+        with pytest.raises(InvalidRequest, match=r"text alone: its files have no preprocessor_config\.json"):
+            load_sight(str(tmp_path), "paged").mark_of(backend.tokenizer)
 
 
 def test_nobody_is_advised_to_make_replaced_layers_faster(model_directory: Directory) -> None:

@@ -1,0 +1,162 @@
+"""Running states that have passed images: Qwen 3.5, whose layers mostly keep one in the place of keys and values.
+
+The oracle is transformers' own generation, one prompt at a time. `test_seeing.py` has what holds for all families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import ByteSize
+from threads import torch_threads
+from vision_models import make_vision_model, picture
+from vision_runs import requests_of, run
+from vision_truth import expected, reference
+
+from penstock.engine import EngineConfig, GenerationParams, ImageText, InferenceEngine
+from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
+from penstock.engine.paged.backend import PagedBackend
+from penstock.engine.paged.decoding.decoder import Decoder
+from penstock.engine.preparing.prompts import Prompt
+
+COUNT = 20  # tokens generated
+GREEDY = GenerationParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+WIDE = picture(160, 90)  # of more than ten tokens
+QUESTIONS = "What is it?", "Is it large, or small, or neither of both?", "And now something else."
+
+Answers = list[tuple[int, ...]]
+Truth = Callable[[InferenceEngine, Sequence[Prompt]], Answers]
+has_kernels = pytest.mark.skipif(not {*cpu_flags().split()} >= KERNEL_FLAGS, reason="the kernels need AVX2")
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_moe"])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def directory(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_vision_model(tmp_path_factory.mktemp("states") / family, family)
+
+
+@pytest.fixture(scope="module")
+def truth(family: str, directory: Path) -> Truth:
+    model = reference(directory)
+
+    def make(engine: InferenceEngine, prompts: Sequence[Prompt]) -> Answers:
+        processor = engine.sight.processor
+        assert processor is not None
+        return [expected(model, one, processor, family, COUNT) for one in requests_of(engine, prompts, GREEDY)]
+
+    return make
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_machine() -> Iterator[None]:
+    with torch_threads(1):
+        yield
+
+
+def config(directory: Path, **more: Any) -> EngineConfig:
+    own: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_cache_memory": ByteSize(16 << 20)} | more
+    return EngineConfig(model=str(directory), **own)
+
+
+@pytest.fixture
+def engine(directory: Path) -> Iterator[InferenceEngine]:
+    with InferenceEngine(config(directory)) as engine:
+        yield engine
+
+
+def test_a_prefix_ends_anywhere_before_inside_or_behind_an_image(engine: InferenceEngine, truth: Truth) -> None:
+    """Questions about one picture after one to sixteen words: the last border of blocks that they share moves on."""
+    inside = 0
+    for count in range(1, 17, 3):
+        before = "word " * count + engine.image_mark
+        prompts = [ImageText(f"{before} {question}", (WIDE,)) for question in QUESTIONS]
+        requests = requests_of(engine, prompts, GREEDY)
+        outputs = [engine.generate(prompt, GREEDY) for prompt in prompts]
+        assert [output.token_ids for output in outputs] == truth(engine, prompts)
+        image = requests[0].images[0]
+        (end,) = {one.images[0].end for one in requests}
+        cached = outputs[-1].stats.cached_tokens
+        assert end // 16 * 16 <= cached < end + 16, "the second left a state where both begin to differ"
+        inside += image.offset < cached < end
+    assert inside, "some go on inside the image"
+
+
+def test_a_chat_goes_on_behind_its_images(engine: InferenceEngine, truth: Truth) -> None:
+    text, images, known = f"{engine.image_mark} A first question.", [WIDE], 0
+    for turn in range(3):
+        prompt = ImageText(text, tuple(images))
+        output = engine.generate(prompt, GREEDY)
+        assert [output.token_ids] == truth(engine, [prompt])
+        assert output.stats.cached_tokens >= known // 16 * 16, "what the last turn has read is not read again"
+        (request,) = requests_of(engine, [prompt], GREEDY)
+        known = len(request.prompt)
+        text += f" And another {engine.image_mark} question."
+        images.append(picture(60, 40, turn + 1))
+
+
+@pytest.mark.parametrize("size", [3, 7])
+def test_an_image_is_computed_in_small_pieces(size: int, directory: Path, truth: Truth) -> None:
+    """Down to single tokens, beside those of others."""
+    with InferenceEngine(config(directory)) as engine:
+        mark = engine.image_mark
+        prompts: list[Prompt] = [
+            ImageText(f"Look {mark}, {mark}!", (WIDE, picture())),
+            "Without any picture.",
+            ImageText(f"{mark} What?", (WIDE,)),
+        ]
+        requests, wanted = requests_of(engine, prompts, GREEDY), truth(engine, prompts)
+    backend = PagedBackend(config(directory, prefill_chunk_size=size, max_batch_size=3))
+    assert run(backend, requests) == wanted
+    backend.close()
+
+
+def test_transformers_modules_see_as_well(
+    directory: Path, engine: InferenceEngine, truth: Truth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run on a GPU, where the plain decoder has no layers with a state."""
+    prompts: list[Prompt] = [ImageText(f"Look {engine.image_mark}!", (WIDE,)), "Without any picture."]
+    requests, wanted = requests_of(engine, prompts, GREEDY), truth(engine, prompts)
+    monkeypatch.setattr(Decoder, "of", lambda *_: None)
+    backend = PagedBackend(
+        config(directory, prefill_chunk_size=7, max_batch_size=3, max_sequence_length=1024)
+    )  # not yet known
+    assert any("is not a plain decoder" in path for path in backend.info.slow_paths)
+    assert run(backend, requests) == wanted
+    backend.close()
+
+
+def counting(backend: PagedBackend) -> list[int]:
+    """A list that gets an entry for each step that the kernels compute."""
+    compiled: Any = backend.runner._compiled
+    calls, own = list[int](), compiled._kernels.library
+
+    def step(*given: Any) -> int:
+        calls.append(1)
+        return int(own.step(*given))
+
+    compiled._kernels = SimpleNamespace(library=SimpleNamespace(step=step))
+    return calls
+
+
+@has_kernels
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_steps_are_compiled_but_those_with_images(dtype: str, directory: Path) -> None:
+    backend = PagedBackend(config(directory, dtype=dtype))
+    with InferenceEngine(config(directory)) as engine:
+        seeing, text = requests_of(engine, [ImageText(f"{engine.image_mark} Well?", (WIDE,)), "Well?"], GREEDY)
+    assert backend.info.slow_paths == () and backend.info.sees
+    calls = counting(backend)
+    run(backend, [text])
+    assert len(calls) == COUNT, "as without a tower"
+    calls.clear()
+    run(backend, [seeing])
+    assert len(calls) == COUNT - 1, "all but the one that computes the prompt"
+    backend.close()
