@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...schemas.params import GenerationParams
 from ..request import EngineRequest
@@ -47,9 +47,9 @@ def probes_apart(ids: Sequence[int], num_groups: int) -> list[Segment]:
     return [Segment([id], index * STRIDE, tables, True) for index, id in enumerate(ids[:ALONE])]
 
 
-def image_probe(vision: Vision, head: nn.Module, ids: Sequence[int], num_groups: int, block_size: int) -> ImageProbe:
+def image_probe(vision: Vision, logits: Callable[[Tensor], Tensor], ids: Sequence[int], num_groups: int, block_size: int) -> ImageProbe:
     """What transformers' own code makes of a picture between some text, and how to compute the same."""
-    probe = vision.probe(ids, head)
+    probe = vision.probe(ids, logits)
     request = EngineRequest("", tuple(probe.ids), GenerationParams(), seed=0, images=(probe.image,))
     layout = vision.layout(request)
     assert layout is not None

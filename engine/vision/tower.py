@@ -33,6 +33,7 @@ _TILES = {"cpu": 1}  # that pass the tower together, for an image in tiles; more
 _MANY_TILES = 4
 _BUDGET = {"cpu": 2.5e11}  # floating-point operations between two steps, for an image that is seen as a whole
 _LARGE_BUDGET = 2e12
+_HEARING = "audio_tower", "embed_audio"  # parts of a model that nothing uses
 
 
 class Seen(NamedTuple):
@@ -65,6 +66,9 @@ class LanguageModel(nn.Module):
         self.lm_head = head
         self.config = text.config
         self.vision = vision
+        self.replaced = replaced_tokens(whole.config)
+        self._has_layer_inputs = bool(getattr(text, "hidden_size_per_layer_input", 0))  # Gemma 4's E2B and E4B have
+        self._softcap: float | None = getattr(text.config, "final_logit_softcapping", None)
         self.dtype: torch.dtype = text.dtype
         self.device: torch.device = text.device
         self._supports_attention_backend = bool(text._supports_attention_backend and whole._supports_attention_backend)
@@ -83,19 +87,28 @@ class LanguageModel(nn.Module):
         seen: Seen | None = None,
     ) -> Logits:
         """The logits [1, K, V] of packed tokens [1, T] at positions [1, T] or, in three dimensions, [1, 3, T]."""
+        for id, other in self.replaced.items():
+            input_ids = input_ids.where(input_ids != id, other)
         embedded = self.model.get_input_embeddings()(input_ids)
         more: dict[str, Any] = {}
+        if self._has_layer_inputs:
+            more["per_layer_inputs"] = self.model.get_per_layer_inputs(input_ids)
         if seen is not None:
             embedded = embedded.index_copy(1, seen.rows, seen.features.to(embedded.dtype)[None])
             if seen.deep:
                 mask = torch.zeros_like(input_ids, dtype=torch.bool).index_fill(1, seen.rows, True)
                 order = seen.rows.argsort()  # a mask has its rows in order
-                more = {"visual_pos_masks": mask, "deepstack_visual_embeds": [deep[order] for deep in seen.deep]}
+                more |= {"visual_pos_masks": mask, "deepstack_visual_embeds": [deep[order] for deep in seen.deep]}
         positions = position_ids.transpose(0, 1) if position_ids.ndim == 3 else position_ids
         hidden = self.model(
             inputs_embeds=embedded, position_ids=positions, use_cache=use_cache, penstock=penstock, **more
         ).last_hidden_state
-        return Logits(self.lm_head(hidden[:, logits_to_keep]))
+        return Logits(self.logits(hidden[:, logits_to_keep]))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What the last layer makes, […, E] → [..., V]."""
+        made: Tensor = self.lm_head(hidden)
+        return made if self._softcap is None else self._softcap * (made / self._softcap).tanh()
 
 
 class Vision:
@@ -149,7 +162,7 @@ class Vision:
         seen, *deep = torch.cat(parts, dim=1).unbind(0)
         return Seen(rows, seen, deep)
 
-    def probe(self, ids: Sequence[int], head: nn.Module) -> Probe:
+    def probe(self, ids: Sequence[int], logits: Callable[[Tensor], Tensor]) -> Probe:
         """A picture between some text of `ids`, and what transformers' own code, attention included, makes of it."""
         image, count = self.processor.sample()
         inputs = self.processor.inputs(image)
@@ -160,7 +173,7 @@ class Vision:
         own, config._attn_implementation = config._attn_implementation, "sdpa"
         try:
             tokens = torch.tensor([whole], device=self._device)
-            named = "mm_token_type_ids" if self.processor.merge else "token_type_ids" if self.processor.mutual else ""
+            named = self.processor.types
             types = {named: (tokens == self.processor.image_token).int()} if named else {}
             features: Tensor | None = None
             if self.processor.is_rigid and self._body.dtype != torch.float32:
@@ -175,7 +188,7 @@ class Vision:
                     self._blocks, features = self._blocks_of(self._to_device(inputs), noted[0])
             if self._blocks is not None and features is not None:
                 self._keep(("", image.identity), features)
-            return Probe(whole, image, head(made.last_hidden_state[:, -1]))
+            return Probe(whole, image, logits(made.last_hidden_state[:, -1]))
         finally:
             config._attn_implementation = own
 
@@ -278,6 +291,14 @@ def _stacked(made: Any) -> Tensor:
     return torch.stack([_rows(one) for one in (made.pooler_output, *deep)])
 
 
+def replaced_tokens(config: Any) -> dict[int, int]:
+    """Tokens that stand for what a text has not, and those that take their place in the model with this config."""
+    if config.model_type != "gemma4":
+        return {}
+    ids = (getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
+    return dict.fromkeys((id for id in ids if id is not None), config.get_text_config().pad_token_id)
+
+
 def _rows(features: Tensor | Sequence[Tensor]) -> Tensor:
     """Those of all images [K, E]; versions of transformers differ in how they lie."""
     return features.flatten(0, -2) if isinstance(features, Tensor) else torch.cat([*features])
@@ -298,6 +319,9 @@ def split(model: Any, processor: VisionProcessor) -> LanguageModel:
     body = model.model
     text = language_model_of(body)
     head = model.get_output_embeddings()
+    for name in _HEARING:
+        if hasattr(body, name):
+            setattr(body, name, None)
     if text is None or head is None or not hasattr(body, "get_image_features"):
         raise ModelLoadError(f"{type(model).__name__} has no language model of its own; it cannot be served")
     return LanguageModel(model, text, head, Vision(body, text, processor))

@@ -38,8 +38,8 @@ ConfigOf = Callable[..., EngineConfig]
 Truth = Callable[[str], tuple[list[EngineRequest], list[Tokens]]]
 all_families = pytest.mark.parametrize("family", FAMILIES)
 # One with plain positions, one with tokens between those of an image, one with three dimensions and deepstack.
-# And one whose image tokens see each other.
-some_families = pytest.mark.parametrize("family", ["llava", "smolvlm", "qwen3_vl", "gemma3"])
+# And those whose image tokens see each other, and one whose layers share keys and have inputs of their own.
+some_families = pytest.mark.parametrize("family", ["llava", "smolvlm", "qwen3_vl", "gemma3", "gemma4", "gemma4_e"])
 
 
 @pytest.fixture(scope="module")
@@ -131,9 +131,11 @@ def test_pieces_and_takeovers_change_nothing(family: str, config_of: ConfigOf, t
 @some_families
 def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Truth) -> None:
     requests, wanted = truth(family)
-    bytes_per_block = 16 * 3 * 2 * 2 * 16 * 4
-    longest = max(len(request.prompt) for request in requests) + COUNT
-    memory = ByteSize((longest // 16 + 2) * bytes_per_block)
+    bytes_per_block = 16 * (4 if family == "gemma4" else 3) * 2 * 2 * 16 * 4
+    lengths = [len(request.prompt) for request in requests]
+    longest = max(lengths) + COUNT
+    blocks = sum(-(-length // 16) for length in lengths)  # for all prompts, but not for their answers
+    memory = ByteSize(max(blocks, longest // 16 + 2) * bytes_per_block)
     backend = PagedBackend(config_of(family, kv_cache_memory=memory, max_batch_size=3, max_sequence_length=longest))
     assert backend.runner.vision is not None
     before = backend.runner.vision.num_encoded
