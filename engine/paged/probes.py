@@ -47,7 +47,9 @@ def probes_apart(ids: Sequence[int], num_groups: int) -> list[Segment]:
     return [Segment([id], index * STRIDE, tables, True) for index, id in enumerate(ids[:ALONE])]
 
 
-def image_probe(vision: Vision, logits: Callable[[Tensor], Tensor], ids: Sequence[int], num_groups: int, block_size: int) -> ImageProbe:
+def image_probe(
+    vision: Vision, logits: Callable[[Tensor], Tensor], ids: Sequence[int], num_groups: int, block_size: int
+) -> ImageProbe:
     """What transformers' own code makes of a picture between some text, and how to compute the same."""
     probe = vision.probe(ids, logits)
     request = EngineRequest("", tuple(probe.ids), GenerationParams(), seed=0, images=(probe.image,))

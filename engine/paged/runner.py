@@ -124,9 +124,9 @@ class Runner:
 
         Each pool gets one more block that is never written, so that padding always reads zeros.
         """
-        in_windows = self.vision is not None and self.vision.processor.in_windows
+        anywhere = self.vision is None or not self.vision.processor.in_windows
         self._packed_groups = [
-            LayerGroup(*group, count + 1, is_mutual=not in_windows or group[0] is not None)
+            LayerGroup(*group, count + 1, is_mutual=anywhere or group[0] is not None)
             for group, count in zip(self.groups, num_blocks, strict=True)
         ]
         self._pools = [
@@ -294,8 +294,7 @@ class Runner:
     @torch.inference_mode()
     def _sees_plainly(self, vision: Vision) -> bool:
         """Check that packed tokens see an image as the model does; returns whether the plain decoder does so, too."""
-        ids = self._probe().tolist()
-        probe = image_probe(vision, self._model.logits, ids, len(self.groups), self.block_size)
+        probe = image_probe(vision, self._model.logits, self._probe().tolist(), len(self.groups), self.block_size)
         self.allocate([probe.num_blocks] * len(self.groups))
         step = self._pack(probe.segments)
         if not (far := distance(probe.logits, self._forward(step))) <= TOLERANCE:

@@ -33,10 +33,11 @@ class Family(NamedTuple):
     `tiles` is the axis of the tower's inputs along which an image lies in tiles that do not see each other, None where
     the tower sees an image as a whole; then `blocks` names its blocks, and what computes further features of them.
     `place` is the id of the token by which a prompt's text says where an image stands. `mutual` is how many tokens of
-    an image, in a row, see each other in both directions; 0 if they are causal like all others. `in_windows`: they do so
-    in layers with a window alone. `defaults` are settings of the image processor for those that its file leaves open.
-    `bounded`, of a family whose processor chooses the size of pictures by itself, are options for that processor, by
-    which a picture has at least and at most so many pixels."""
+    an image, in a row, see each other in both directions; 0 if they are causal like all others. `in_windows`: only in
+    layers with a window. `defaults` are settings of the image processor for those that its file leaves open. `bounded`,
+    of a family whose processor chooses the size of pictures by itself, are options for that processor, by which a
+    picture has at least and at most so many pixels. `settings` are those of the processor of a checkpoint without a
+    file for it."""
 
     grid: Callable[[Config, Mapping[str, Any]], Grid]
     write: Callable[[Config, Grid, str], str]
@@ -50,6 +51,7 @@ class Family(NamedTuple):
     in_windows: bool = False
     defaults: Mapping[str, Any] = MappingProxyType({})
     bounded: Callable[[Any, int | None, int | None], dict[str, Any]] | None = None
+    settings: Callable[[Config], dict[str, Any]] | None = None
 
 
 def family_of(config: Config) -> Family | None:
@@ -91,6 +93,11 @@ def completed(config: Config) -> dict[str, Any]:
 def language_model_of(body: Any) -> Any:
     """The language model inside transformers' model without its output head; None in a model of text."""
     return getattr(body, "language_model", None) or getattr(body, "text_model", None)
+
+
+def is_unused(name: str) -> bool:
+    """Whether a weight of this name belongs to what makes features of sounds, which is dropped once it is loaded."""
+    return not HEARING.isdisjoint(name.split("."))
 
 
 def is_of_tower(name: str) -> bool:
@@ -199,6 +206,12 @@ def _mutual_soft_tokens(config: Config) -> int:
     return _BUDGETS[-1] if config["text_config"].get("use_bidirectional_attention") == "vision" else 0
 
 
+def _gemma4_settings(config: Config) -> dict[str, Any]:
+    names = ("patch_size", "pooling_kernel_size")
+    own = {name: _tower(config)[name] for name in names if name in _tower(config)}
+    return {"image_processor_type": "Gemma4ImageProcessor", **own}
+
+
 def _budget(processor: Any, fewest: int | None, most: int | None) -> dict[str, Any]:
     """Each picture is resized to about as many pixels as the most tokens have that may stand for it."""
     pixels = (processor.patch_size * processor.pooling_kernel_size) ** 2  # of a token
@@ -239,6 +252,7 @@ FAMILIES: dict[str, Family] = {
         mutual=_mutual_soft_tokens,
         in_windows=True,
         bounded=_budget,
+        settings=_gemma4_settings,
     ),
     "llava": Family(_shape, _write_llava, blocks=("vision_tower.encoder.layers",)),
     "idefics3": _TILES,
@@ -272,4 +286,6 @@ _TEXTS: dict[str, dict[str, Any]] = {
     },
 }
 _TOWERS = {"visual", "vision_tower", "vision_model", "multi_modal_projector", "connector", "embed_vision"}
+HEARING = {"audio_tower", "embed_audio"}
+"""Modules' names, too."""
 _BIDIRECTIONAL = {"gemma3n", "paligemma", "shieldgemma2", "t5gemma2"}

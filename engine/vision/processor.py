@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # light processes do without it
     from numpy.typing import NDArray
 
 MOST_GRIDS = 4096  # images whose grids are remembered; a chat sends the same ones with every turn
+_FILES = ("preprocessor_config.json", "processor_config.json")
 _MODEL_INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes", "image_position_ids")
 
 
@@ -190,12 +191,16 @@ class VisionProcessor:
     @contextmanager
     def _settings(self) -> Iterator[Path]:
         """A directory with the processor's settings, which those of a GGUF file are written into."""
-        if not is_gguf(self._path):
+        if is_gguf(self._path):
+            found = processor_of(read_gguf(self._path))
+        elif self._family.settings is None or any((self._path / name).is_file() for name in _FILES):
             yield self._path
             return
+        else:
+            found = self._family.settings(self._config)
         with TemporaryDirectory() as directory:
-            file = Path(directory) / "preprocessor_config.json"
-            file.write_text(json.dumps(processor_of(read_gguf(self._path))), "utf-8")
+            file = Path(directory) / _FILES[0]
+            file.write_text(json.dumps(found), "utf-8")
             yield file.parent
 
 
@@ -212,6 +217,5 @@ def _check_marks(text: str, mark: str, count: int) -> None:
 
 def processor_digest(path: Path) -> str:
     """Identifies the settings of a model's image processor."""
-    names = ("preprocessor_config.json", "processor_config.json")
-    found = [read_json(path / name) if (path / name).is_file() else {} for name in names]
+    found = [read_json(path / name) if (path / name).is_file() else {} for name in _FILES]
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...schemas.errors import ModelLoadError
 from ..request import EngineRequest
 from .blocks import Blocks
-from .families import language_model_of
+from .families import HEARING, language_model_of
 from .images import Key, PromptImage
 from .layout import ImageLayout, Placed
 from .pictures import Arrays, Pictures
@@ -33,7 +33,6 @@ _TILES = {"cpu": 1}  # that pass the tower together, for an image in tiles; more
 _MANY_TILES = 4
 _BUDGET = {"cpu": 2.5e11}  # floating-point operations between two steps, for an image that is seen as a whole
 _LARGE_BUDGET = 2e12
-_HEARING = "audio_tower", "embed_audio"  # parts of a model that nothing uses
 
 
 class Seen(NamedTuple):
@@ -319,7 +318,7 @@ def split(model: Any, processor: VisionProcessor) -> LanguageModel:
     body = model.model
     text = language_model_of(body)
     head = model.get_output_embeddings()
-    for name in _HEARING:
+    for name in HEARING:
         if hasattr(body, name):
             setattr(body, name, None)
     if text is None or head is None or not hasattr(body, "get_image_features"):

@@ -205,7 +205,13 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
             "text_config": _GEMMA4
             | {"hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
             "vision_config": _GEMMA4_TOWER | {"use_clipped_linears": True},
-            "audio_config": None,
+            "audio_config": {  # which nothing uses
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "subsampling_conv_channels": [8, 8],
+                "output_proj_dims": 32,
+            },
             "tie_word_embeddings": False,
         },
         _GEMMA4_PROCESSOR,
