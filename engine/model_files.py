@@ -21,6 +21,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 _PACKING = 4  # bytes of a number of the weight that is being packed
 _HEADS = ("lm_head.weight", "embed_out.weight")  # the output head's names in weight files
 _EMBEDDING = "embed_tokens.weight"  # how its name in a GGUF file ends, translated
+_TABLE = "embed_tokens_per_layer.weight"  # the same of the embedding that makes inputs of layers
 STATES, LEAST_STATES = 4, 2  # running states for each row: two while a step computes it, the others are checkpoints
 
 
@@ -60,6 +61,7 @@ class ModelFiles(NamedTuple):
     stored: int  # bytes of all tensors of a GGUF file; 0 of another
     mutual: int  # tokens of an image that one step computes, however few it computes of text
     unused: int  # numbers that are dropped once they are loaded
+    tables: int  # numbers of embeddings other than the first
 
     @classmethod
     def of(cls, config: EngineConfig) -> Self:
@@ -92,6 +94,7 @@ class ModelFiles(NamedTuple):
             sizes=sizes,
             stored=sum(tensor.nbytes for tensor in gguf.tensors.values()) if gguf else 0,
             mutual=family.mutual(whole) if family else 0,
+            tables=sum(size for name, size in sizes.items() if name.endswith(_TABLE)),
             unused=sum(size for name, size in sizes.items() if is_unused(name)) if family and is_paged else 0,
         )
 
@@ -113,14 +116,14 @@ class ModelFiles(NamedTuple):
         method = config.quantization or (self.method if packs else None)
         tied: float = self.number  # bytes of a number in a head that is the embedding
         if method in WIDTHS:
-            products = self.parameters - self.embedding - self.precise - tower - self.unused
+            products = self.parameters - self.embedding - self.precise - tower - self.unused - self.tables
             packed = products * WIDTHS[method] + self.precise * WIDTHS["int8"]
-            kept = int(self.embedding * self.number + seeing + packed)
+            kept = int((self.embedding + self.tables) * self.number + seeing + packed)
             tied = WIDTHS["int8"]
         elif packs and widths and self._keeps_levels(config, device):
-            embedding = next((name for name in widths if name.endswith(_EMBEDDING)), "")  # looked up in the dtype
-            saved = sum(self.sizes[name] * (self.number - width) for name, width in widths.items())
-            kept = int(lasting - saved + self.sizes.get(embedding, 0) * (self.number - widths.get(embedding, 0)))
+            embedding = next((name for name in widths if name.endswith(_EMBEDDING)), "")
+            rounded = {name: width for name, width in widths.items() if not name.endswith((_EMBEDDING, _TABLE))}
+            kept = int(lasting - sum(self.sizes[name] * (self.number - width) for name, width in rounded.items()))
             tied = widths.get(embedding, tied)
         else:
             kept = lasting

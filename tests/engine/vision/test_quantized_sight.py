@@ -31,11 +31,15 @@ from penstock.engine.paged.quantization.calibrate import calibrate
 from penstock.engine.paged.quantization.quantize import quantizable, rounded
 from penstock.engine.preparing.prompts import Prompt
 from penstock.engine.sizing import footprint, weights_of_model
-from penstock.engine.vision.families import is_of_tower
+from penstock.engine.vision.families import is_of_tower, is_unused
 
 COUNT = 12
 GREEDY = GenerationParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
 TEXTS = [[(7 * row + 3 * index * index + index) % 500 for index in range(24)] for row in range(8)]
+
+# Of Gemma 4's four layers two attend in all with one product for keys and values, or have their own inputs, and two of
+# these attend to the keys of others.
+NUM_PRODUCTS = {"gemma4": 4 * 7 - 2 + 1, "gemma4_e": 4 * (7 + 2) - 2 * 2 + 1 + 1}
 
 Answers = list[tuple[int, ...]]
 
@@ -67,7 +71,13 @@ def on_texts(model: Any, methods: dict[str, str]) -> dict[str, Rounded]:
 
 @pytest.mark.parametrize(
     ("family", "method", "rounding"),
-    [("llava", "int4", on_texts), ("smolvlm", "int8", by_itself), ("qwen3_vl", "int4", by_itself)],
+    [
+        ("llava", "int4", on_texts),
+        ("smolvlm", "int8", by_itself),
+        ("qwen3_vl", "int4", by_itself),
+        ("gemma4", "int4", on_texts),
+        ("gemma4_e", "int8", by_itself),
+    ],
 )
 def test_answers_are_those_of_the_numbers(
     family: str, method: str, rounding: Callable[[Any, dict[str, str]], dict[str, Rounded]], tmp_path: Path
@@ -85,12 +95,15 @@ def test_answers_are_those_of_the_numbers(
     plain = [rounded(before[f"{name}.weight"], own).levels for name, own in methods.items()]
     is_alike = [torch.equal(found[name].levels, one) for name, one in zip(methods, plain, strict=True)]
     assert sum(is_alike) == (len(found) if rounding is by_itself else 1), "the head alone is rounded by itself"
-    assert len(found) == 3 * 7 + 1 and {one.bits for one in found.values()} == ({8} if method == "int8" else {4, 8})
+    assert len(found) == NUM_PRODUCTS.get(family, 3 * 7 + 1) and {one.bits for one in found.values()} == (
+        {8} if method == "int8" else {4, 8}
+    )
     save_quantized(source, out, model, found)
     shutil.copytree(source, numbers, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     model.save_pretrained(numbers)
     assert count_parameters(out) == count_parameters(source)
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    size -= sum(4 * tensor.numel() for name, tensor in before.items() if is_unused(name))
     expected = footprint(config(out)).weights
     assert expected == footprint(config(source, quantization=method)).weights
     assert abs(expected - size) < 0.1 * size, "a worker's memory is estimated with the tower as it is"
@@ -120,6 +133,8 @@ def everywhere(name: str) -> bool:
         ("qwen3_vl", "compressed-4", in_language_model),
         ("qwen3_vl", "compressed-int8", everywhere),
         ("gemma3", "compressed-4-with-zeros", in_language_model),
+        ("gemma4", "compressed-int8", in_language_model),
+        ("gemma4_e", "awq", in_language_model),
         ("llava", "gptq-in-order-of-activations", in_language_model),
         ("mistral3", "compressed-fp8", in_language_model),
         ("internvl", "fp8", in_language_model),
@@ -194,7 +209,7 @@ def test_a_tower_that_is_packed_takes_the_memory_of_its_numbers(tmp_path: Path) 
         assert answers(engine)[0] != answers(engine, salt=5)[0]
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "gemma4_e", "qwen2_5_vl"])
 @pytest.mark.parametrize("computes", [True, False])
 def test_a_tower_is_as_fast_as_its_processor_allows(
     family: str, computes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -211,7 +226,7 @@ def test_a_tower_is_as_fast_as_its_processor_allows(
         assert {one.dtype for one in tower} == {torch.bfloat16 if computes else torch.float32}
         assert {one.dtype for one in text} == {torch.bfloat16}
         assert all(len(output.token_ids) == COUNT for output in engine.generate(prompts_of(engine), GREEDY))
-        size = sum(one.numel() for one in tower)
+        size = sum(one.numel() for part, one in vision._body.state_dict().items() if is_of_tower(part))
     kept = weights_of_model(settings, "cpu").kept
     monkeypatch.setattr(model_files, "computes_bfloat16", lambda: True)
     assert kept - weights_of_model(settings, "cpu").kept == (0 if computes else 2 * size)

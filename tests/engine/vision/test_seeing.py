@@ -240,6 +240,17 @@ def test_a_model_that_sees_in_another_way_is_refused(
         InferenceEngine(config)
 
 
+def test_gemma_4_shows_more_or_fewer_tokens(start: Start, reference_of: Callable[[str], Any]) -> None:
+    """Within the numbers that its processor knows; each in turn as by transformers."""
+    for changes, most in (({"min_pixels": 71 * 64}, 140), ({"max_pixels": 200 * 64, "min_pixels": 10_000}, 140)):
+        engine = start("gemma4", **changes)
+        prompt = ImageText(f"{engine.image_mark} Well?", (picture(160, 90),))
+        (request,), processor = requests_of(engine, [prompt], GREEDY), engine.sight.processor
+        assert processor is not None and 70 < request.images[0].length <= most
+        wanted = expected(reference_of("gemma4"), request, processor, "gemma4", COUNT)
+        assert engine.generate(prompt, GREEDY).token_ids == wanted
+
+
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "internvl"])
 def test_pixels_are_bounded(family: str, start: Start) -> None:
     few, many = start(family, max_pixels=56 * 56), start(family)
