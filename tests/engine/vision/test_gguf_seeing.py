@@ -36,8 +36,15 @@ COUNT = 20  # tokens generated
 GREEDY = GenerationParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
 TEXT = "A sentence without any picture, which runs beside the others."
 UNLIKE = {"initializer_range", "dtype", "_name_or_path", "projection_dim", "num_hidden_layers"}  # in both forms
-TOWERS = {"qwen2_5_vl": {"window_size": 112}}  # that of all its models: GGUF does not have it
-PIXELS = {"qwen3_vl": {"min_pixels": 65_536, "max_pixels": 16_777_216}}  # so are these
+GEMMAS_4 = ("gemma4", "gemma4_e")
+TOWERS = {  # that of all its models: GGUF does not have it
+    "qwen2_5_vl": {"window_size": 112},
+    **{family: {"pooling_kernel_size": 3} for family in GEMMAS_4},
+}
+PIXELS = {  # so are these
+    "qwen3_vl": {"min_pixels": 65_536, "max_pixels": 16_777_216},
+    **{family: {"pooling_kernel_size": 3, "max_soft_tokens": 280} for family in GEMMAS_4},
+}
 
 Tokens = tuple[int, ...]
 

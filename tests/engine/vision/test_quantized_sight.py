@@ -209,6 +209,30 @@ def test_a_tower_that_is_packed_takes_the_memory_of_its_numbers(tmp_path: Path) 
         assert answers(engine)[0] != answers(engine, salt=5)[0]
 
 
+def test_memory_is_that_of_what_stays(tmp_path: Path) -> None:
+    """Without what would hear, and with the table that makes inputs for layers in the dtype, whatever is rounded."""
+    source = make_vision_model(tmp_path / "source", "gemma4_e")
+    weights, table = load_file(source / "model.safetensors"), "model.language_model.embed_tokens_per_layer.weight"
+    kept: dict[str, list[int]] = {}
+    for name, left in (
+        ("whole", weights),
+        ("deaf", {name: one for name, one in weights.items() if not is_unused(name)}),
+        ("bare", {name: one for name, one in weights.items() if name != table}),
+    ):
+        (tmp_path / name).mkdir()
+        shutil.copy(source / "config.json", tmp_path / name)
+        save_file(left, tmp_path / name / "model.safetensors", {"format": "pt"})
+        settings = (config(tmp_path / name), config(tmp_path / name, quantization="int8"))
+        kept[name] = [weights_of_model(each, "cpu").kept for each in settings]
+    assert kept["deaf"] == kept["whole"]
+    assert [all - some for all, some in zip(kept["whole"], kept["bare"], strict=True)] == [
+        4 * weights[table].numel()
+    ] * 2
+    with InferenceEngine(config(source)) as engine:
+        body = engine._driver.backend.runner.vision._body  # type: ignore[attr-defined]
+        assert any(map(is_unused, weights)) and not any(map(is_unused, body.state_dict()))
+
+
 @pytest.mark.parametrize("family", ["gemma3", "gemma4", "gemma4_e", "qwen2_5_vl"])
 @pytest.mark.parametrize("computes", [True, False])
 def test_a_tower_is_as_fast_as_its_processor_allows(
