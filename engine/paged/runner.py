@@ -99,6 +99,8 @@ class Runner:
             self.states.allocate(NUM_SLOTS, 2, torch.float32)
             known = verdicts.read()
             is_plain = known.is_plain if known is not None else self._check()
+            if known is not None and known.pauses and self.vision is not None:
+                self.vision.pause()
         self._attention = choose_attention(block_size, self.specs, self.dtype, self.device, self.on_triton)
         self.allocate([BLOCKS] * len(self.groups))
         self._spans: list[tuple[int, int]] = []  # addresses and sizes of the weights; set by `_fuse`
@@ -111,7 +113,8 @@ class Runner:
             use_large_pages(self._spans)
             return_memory()
         self.uncompiled = self._compile(kernels, context_length, known is not None and known.is_compiled)
-        verdicts.keep(Verdict(is_plain, self._compiled is not None))
+        pauses = self.vision is not None and self.vision.pauses
+        verdicts.keep(Verdict(is_plain, self._compiled is not None, pauses))
 
     @property
     def on_triton(self) -> bool:
@@ -194,11 +197,9 @@ class Runner:
     def _forward(self, step: PackedStep) -> Tensor:
         seen = self.vision.see(step.images, self.device) if self.vision is not None else None
         with self.adaptation.using(step.users, len(step.ids)):
-            if self._decoder is not None:
-                attend = partial(self._attend, step.groups)
-                return self._decoder(step.ids, step.positions, step.keep, attend, seen, step.states)
-            attend = partial(self._attend_apart, step.groups)
-            return self._run(step.ids, step.positions, step.keep, attend, seen, step.states)
+            run: Callable[..., Tensor] = self._run if self._decoder is None else self._decoder
+            attend = partial(self._attend_apart if self._decoder is None else self._attend, step.groups)
+            return run(step.ids, step.positions, step.keep, attend, seen, step.states)
 
     def _attend(self, groups: Sequence[Any], index: int, query: Tensor, keys_values: Tensor | None) -> Tensor:
         """Attend with the rules that the layer used in the first pass."""
@@ -277,8 +278,7 @@ class Runner:
         difference = self._plain_difference(self._together, self._probe_step())
         if TOLERANCE < difference < inf:
             _log.info("plain decoder differs from %s by %.3g", self._name, difference)
-        sees_plainly = self.vision is None or self._sees_plainly(self.vision)
-        return difference <= TOLERANCE and sees_plainly
+        return (self.vision is None or self._sees_plainly(self.vision)) and difference <= TOLERANCE
 
     @torch.inference_mode()
     def _plain_difference(self, expected: Tensor, step: PackedStep) -> float:

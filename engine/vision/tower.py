@@ -126,7 +126,7 @@ class Vision:
         self._used = 0  # bytes
         self.num_encoded = 0  # images that passed the tower
         self.budget = _BUDGET.get(self._device.type, _LARGE_BUDGET)
-        self._blocks: Blocks | None = None  # set by `probe`
+        self._blocks: Blocks | None = None  # set by `probe` or `pause`
         self.pictures = Pictures(processor.inputs, self.encode, self._cache.__contains__)
 
     def widen(self) -> None:
@@ -191,6 +191,15 @@ class Vision:
         finally:
             config._attn_implementation = own
 
+    @property
+    def pauses(self) -> bool:
+        """Whether an image that the tower sees as a whole passes it in parts."""
+        return self._blocks is not None
+
+    def pause(self) -> None:
+        """Do so from now on, without trying it."""
+        self._blocks = self._find_blocks()
+
     def encode(self, arrays: Arrays) -> Iterator[Tensor | None]:
         """Pass an image through the tower; yields None after each part but the last, and then the features and the deep
         ones, [F, K, E].
@@ -247,10 +256,8 @@ class Vision:
     def _blocks_of(self, inputs: dict[str, Tensor], whole: Tensor) -> tuple[Blocks | None, Tensor | None]:
         """The tower's blocks, if they can run one by one, and what they make of `inputs`, of which the model makes the
         features `whole`."""
-        blocks, *others = [list(_descendants(self._body, name)) for name in self.processor.blocks] or [[]]
-        if not blocks:
+        if (found := self._find_blocks()) is None:
             return None, None
-        found = Blocks(blocks, [one for more in others for one in more])
         try:
             *_, one_by_one = found.run(lambda: self._pass(inputs), 0)
             if one_by_one is not None and torch.equal(one_by_one, whole):
@@ -259,6 +266,10 @@ class Vision:
             _log.info("its blocks cannot run one by one: %r", error)
         _log.warning("the vision tower of %s cannot pause within an image", type(self._body).__name__)
         return None, None
+
+    def _find_blocks(self) -> Blocks | None:
+        blocks, *others = [list(_descendants(self._body, name)) for name in self.processor.blocks] or [[]]
+        return Blocks(blocks, [one for more in others for one in more]) if blocks else None
 
     def _to_device(self, arrays: Arrays) -> dict[str, Tensor]:
         return {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from ...checkpoints.rounded import is_absent
 
-_LOOKING = {"NemotronHBlock": "norm", "Gemma4VisionPatchEmbedder": "input_proj"}
-"""Modules that ask for the dtype of another one, here named, before they call it."""
+_LOOKING = {"NemotronHBlock"}  # modules that ask for the dtype of their norm before they call it
 
 
 @contextmanager
@@ -46,6 +45,5 @@ def _widen(module: nn.Module, hooks: ExitStack) -> None:
 
 
 def _present(module: Any) -> list[nn.Parameter]:
-    other = _LOOKING.get(type(module).__name__)
-    read = [module, getattr(module, other)] if other else [module]
+    read = [module, module.norm] if type(module).__name__ in _LOOKING else [module]
     return [weight for one in read for weight in one.parameters(recurse=False) if not is_absent(weight)]

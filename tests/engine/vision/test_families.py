@@ -124,7 +124,7 @@ def test_gemma_4_takes_as_many_tokens_as_its_bounds_allow(fewest: int | None, mo
 
 
 def test_a_gemma_4_without_a_tower_takes_text_alone() -> None:
-    config = {"model_type": "gemma4", "vision_config": None, "text_config": {}}
+    config: dict[str, Any] = {"model_type": "gemma4", "vision_config": None, "text_config": {}}
     assert family_of(config) is None
 
 
