@@ -14,13 +14,14 @@ from .config import EngineConfig
 from .cpu.machine import KERNEL_FLAGS, computes_bfloat16, cpu_flags
 from .discovery import files_for, find_backend
 from .models import packed_files, read_config, read_model_info, read_quantized, read_shapes
-from .vision.families import family_of, is_of_tower
+from .vision.families import family_of, is_of_tower, is_unused
 
 _LOADING = 1.5  # peak memory over the weights' size, while they are packed
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 _PACKING = 4  # bytes of a number of the weight that is being packed
 _HEADS = ("lm_head.weight", "embed_out.weight")  # the output head's names in weight files
 _EMBEDDING = "embed_tokens.weight"  # how its name in a GGUF file ends, translated
+_TABLE = "embed_tokens_per_layer.weight"  # the same of the embedding that makes inputs of layers
 STATES, LEAST_STATES = 4, 2  # running states for each row: two while a step computes it, the others are checkpoints
 
 
@@ -60,10 +61,13 @@ class ModelFiles(NamedTuple):
     sizes: Mapping[str, int]  # numbers of each weight
     stored: int  # bytes of all tensors of a GGUF file; 0 of another
     mutual: int  # tokens of an image that one step computes, however few it computes of text
+    unused: int  # numbers that are dropped once they are loaded
+    tables: int  # numbers of embeddings other than the first
 
     @classmethod
     def of(cls, config: EngineConfig) -> Self:
         path = files_for(find_backend(config.backend, config.allowed_backends), config.model)
+        is_paged = config.backend == "paged"
         info = read_model_info(path, config.model, config.max_sequence_length)
         whole = read_config(path)
         settings = whole.get("text_config", whole)
@@ -92,6 +96,8 @@ class ModelFiles(NamedTuple):
             sizes=sizes,
             stored=sum(tensor.nbytes for tensor in gguf.tensors.values()) if gguf else 0,
             mutual=family.mutual(whole) if family else 0,
+            tables=sum(size for name, size in sizes.items() if name.endswith(_TABLE)),
+            unused=sum(size for name, size in sizes.items() if is_unused(name)) if family and is_paged else 0,
         )
 
     @property
@@ -108,21 +114,22 @@ class ModelFiles(NamedTuple):
         tower = sum(size for name, size in self.sizes.items() if is_of_tower(name))
         seeing = tower * max(self.number, 4 if packs and not computes_bfloat16() else 0)  # the tower's bytes
         expanded = (self.parameters - tower) * self.number + seeing
+        lasting = expanded - self.unused * self.number
         method = config.quantization or (self.method if packs else None)
         tied: float = self.number  # bytes of a number in a head that is the embedding
         if method in WIDTHS:
-            products = self.parameters - self.embedding - self.precise - tower
+            products = self.parameters - self.embedding - self.precise - tower - self.unused - self.tables
             packed = products * WIDTHS[method] + self.precise * WIDTHS["int8"]
-            kept = int(self.embedding * self.number + seeing + packed)
+            kept = int((self.embedding + self.tables) * self.number + seeing + packed)
             tied = WIDTHS["int8"]
         elif packs and widths and self._keeps_levels(config, device):
             embedding = next((name for name in widths if name.endswith(_EMBEDDING)), "")
             expands = {name for name in widths if name.removesuffix(".weight").endswith(TABLES)} - self.rows
             saved = sum(self.sizes[name] * (self.number - widths[name]) for name in widths.keys() - expands)
-            kept = int(expanded - saved)
+            kept = int(lasting - saved)
             tied = widths.get(embedding, tied)
         else:
-            kept = expanded
+            kept = lasting
         if packs and not self.head:  # the embedding is the head, whose product packs a copy of it
             kept += int(self.embedding * tied)
         if packs and config.quantization is None and (self.method or widths) and self._keeps_levels(config, device):

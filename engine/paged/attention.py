@@ -103,7 +103,7 @@ class MatmulAttention:
             skipped = 0 if group.window is None else max(0, segment.start + 1 - group.window) // self.block_size
             rows = self._rows(tables[row : row + 1, skipped : widths[row]], group)
             first = skipped * self.block_size
-            seen = None if segment.ends is None else segment.ends - first
+            seen = segment.ends - first if segment.ends is not None and group.is_mutual else None
             prefills.append(Prefill(start, stop, segment.start - first, rows, seen))
             start = stop
         return MatmulStep(group.window, self._tensor(slots), tuple(buckets), tuple(prefills))

@@ -47,11 +47,15 @@ class Segment(NamedTuple):
 
 
 class LayerGroup(NamedTuple):
-    """Layers that share block tables: `num_heads` key-value heads, `num_blocks` in a pool, the last always zero."""
+    """Layers that share block tables: `num_heads` key-value heads, `num_blocks` in a pool, the last always zero.
+
+    `is_mutual`: tokens see the keys before their `ends`; without it, up to their own, whatever a segment says.
+    """
 
     window: int | None
     num_heads: int
     num_blocks: int
+    is_mutual: bool = True
 
 
 class PackedStep(NamedTuple):

@@ -12,6 +12,7 @@ from ...schemas.params import GenerationParams
 from ..request import EngineRequest
 from ..vision.tower import LanguageModel, Probe, Vision
 from .packing import Segment
+from .verdicts import Verdict
 
 SPLIT, ALONE, STRIDE, BLOCKS = 5, 8, 7, 6
 TOLERANCE = 1e-3  # for results in float32
@@ -48,16 +49,17 @@ def probes_apart(ids: Sequence[int], num_groups: int) -> list[Segment]:
 
 
 @torch.inference_mode()
-def look(model: LanguageModel, ids: Tensor, is_known: bool) -> Probe | None:
-    """What transformers' own layers make of a picture between some text, as long as none of them is replaced. If the
-    model `is_known`, its tower alone is tried."""
-    if is_known:
-        model.vision.try_blocks()
+def look(model: LanguageModel, ids: Tensor, known: Verdict | None) -> Probe | None:
+    """What transformers' own layers make of a picture between some text, as long as none of them is replaced; None for
+    a model that is `known`."""
+    if known is not None:
+        if known.pauses:
+            model.vision.pause()
         return None
     from .state.layers import without_advice  # transformers takes seconds to import
 
     with without_advice():
-        return model.vision.probe(ids.tolist(), model.get_output_embeddings())
+        return model.vision.probe(ids.tolist(), model.logits)
 
 
 def image_probe(vision: Vision, probe: Probe, ids: Sequence[int], num_groups: int, block_size: int) -> ImageProbe:

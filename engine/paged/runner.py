@@ -91,7 +91,7 @@ class Runner:
         self.attention_flops = 0  # for each key that a query attends to, in all layers; set by `_observe`
         with in_float32(model):
             known = verdicts.read()
-            seen = look(model, self._probe(), known is not None) if isinstance(model, LanguageModel) else None
+            seen = look(model, self._probe(), known) if isinstance(model, LanguageModel) else None
             self.specs = self._observe()
             self._attention: Any = choose_attention(block_size, self.specs, torch.float32, self.device, self.on_triton)
             self.block_size = block_size
@@ -112,7 +112,8 @@ class Runner:
             use_large_pages(self._spans)
             return_memory()
         self.uncompiled = self._compile(kernels, context_length, known is not None and known.is_compiled)
-        verdicts.keep(Verdict(is_plain, self._compiled is not None))
+        pauses = self.vision is not None and self.vision.pauses
+        verdicts.keep(Verdict(is_plain, self._compiled is not None, pauses))
 
     @property
     def on_triton(self) -> bool:
@@ -125,8 +126,10 @@ class Runner:
 
         Each pool gets one more block that is never written, so that padding always reads zeros.
         """
+        anywhere = self.vision is None or not self.vision.processor.in_windows
         self._packed_groups = [
-            LayerGroup(*group, count + 1) for group, count in zip(self.groups, num_blocks, strict=True)
+            LayerGroup(*group, count + 1, is_mutual=anywhere or group[0] is not None)
+            for group, count in zip(self.groups, num_blocks, strict=True)
         ]
         self._pools = [
             self._attention.pool(spec, num_blocks[group] + 1)
@@ -193,11 +196,9 @@ class Runner:
     def _forward(self, step: PackedStep) -> Tensor:
         seen = self.vision.see(step.images, self.device) if self.vision is not None else None
         with self.adaptation.using(step.users, len(step.ids)):
-            if self._decoder is not None:
-                attend = partial(self._attend, step.groups)
-                return self._decoder(step.ids, step.positions, step.keep, attend, seen, step.states)
-            attend = partial(self._attend_apart, step.groups)
-            return self._run(step.ids, step.positions, step.keep, attend, seen, step.states)
+            run: Callable[..., Tensor] = self._run if self._decoder is None else self._decoder
+            attend = partial(self._attend_apart if self._decoder is None else self._attend, step.groups)
+            return run(step.ids, step.positions, step.keep, attend, seen, step.states)
 
     def _attend(self, groups: Sequence[Any], index: int, query: Tensor, keys_values: Tensor | None) -> Tensor:
         """Attend with the rules that the layer used in the first pass."""
@@ -276,8 +277,7 @@ class Runner:
         difference = self._plain_difference(self._together, self._probe_step())
         if TOLERANCE < difference < inf:
             _log.info("plain decoder differs from %s by %.3g", self._name, difference)
-        sees_plainly = seen is None or self._sees_plainly(seen)
-        return difference <= TOLERANCE and sees_plainly
+        return (seen is None or self._sees_plainly(seen)) and difference <= TOLERANCE
 
     @torch.inference_mode()
     def _plain_difference(self, expected: Tensor, step: PackedStep) -> float:

@@ -28,10 +28,11 @@ _CODE = Path(__file__).parents[1]
 
 class Verdict(NamedTuple):
     """Packed requests do not affect each other; and whether the plain decoder, and the compiled one, computes what the
-    model computes."""
+    model computes. `pauses`: its vision tower makes the same features block by block."""
 
     is_plain: bool
     is_compiled: bool
+    pauses: bool = False
 
 
 class Verdicts:
@@ -63,7 +64,7 @@ class Verdicts:
             found = json.loads(self._file.read_bytes())
             with suppress(OSError):  # a cache that may only be read
                 os.utime(self._file)
-            return Verdict(found["is_plain"] is True, found["is_compiled"] is True)
+            return Verdict(*(found[name] is True for name in Verdict._fields))
         except (OSError, ValueError, KeyError, TypeError):  # none, or a damaged one: the checks are made again
             return None
 

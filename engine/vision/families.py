@@ -35,9 +35,11 @@ class Family(NamedTuple):
     `tiles` is the axis of the tower's inputs along which an image lies in tiles that do not see each other, None where
     the tower sees an image as a whole; then `blocks` names its blocks, and what computes further features of them.
     `place` is the id of the token by which a prompt's text says where an image stands. `mutual` is how many tokens of
-    an image, in a row, see each other in both directions; 0 if they are causal like all others. `defaults` are settings
-    of the image processor for those that its file leaves open. `may_be_blind`: a checkpoint without an image processor
-    is one of its language model."""
+    an image, in a row, see each other in both directions; 0 if they are causal like all others. `in_windows`: only in
+    layers with a window. `defaults` are settings of the image processor for those that its file leaves open. `bounded`,
+    of a family whose processor chooses the size of pictures by itself, are options for that processor, by which a
+    picture has at least and at most so many pixels. `settings` are those of the processor of a checkpoint without a
+    file for it. `may_be_blind`: a checkpoint without an image processor is one of its language model."""
 
     grid: Callable[[Config, Mapping[str, Any]], Grid]
     write: Callable[[Config, Grid, str], str]
@@ -48,8 +50,11 @@ class Family(NamedTuple):
     blocks: tuple[str, ...] = ()
     place: Callable[[Config], int] = image_token
     mutual: Callable[[Config], int] = lambda _: 0
+    in_windows: bool = False
     defaults: Mapping[str, Any] = MappingProxyType({})
     may_be_blind: bool = False
+    bounded: Callable[[Any, int | None, int | None], dict[str, Any]] | None = None
+    settings: Callable[[Config], dict[str, Any]] | None = None
 
 
 def family_of(config: Config) -> Family | None:
@@ -58,6 +63,8 @@ def family_of(config: Config) -> Family | None:
     if kind in FAMILIES:
         if kind == "llava" and config.get("vision_config", {}).get("model_type") == "pixtral":
             return _PIXTRAL
+        if kind == "gemma4" and not config.get("vision_config"):  # its other parts may be missing
+            return None
         return FAMILIES[kind]
     return None
 
@@ -91,6 +98,11 @@ def completed(config: Config) -> dict[str, Any]:
 def language_model_of(body: Any) -> Any:
     """The language model inside transformers' model without its output head; None in a model of text."""
     return getattr(body, "language_model", None) or getattr(body, "text_model", None)
+
+
+def is_unused(name: str) -> bool:
+    """Whether a weight of this name belongs to what makes features of sounds, which is dropped once it is loaded."""
+    return not HEARING.isdisjoint(name.split("."))
 
 
 def is_of_tower(name: str) -> bool:
@@ -190,6 +202,33 @@ def _gemma_tokens(config: Config) -> int:
     return int(config.get("mm_tokens_per_image", 256))
 
 
+def _soft_tokens(_: Config, made: Mapping[str, Any]) -> Grid:
+    return (int(made["num_soft_tokens_per_image"][0]),)
+
+
+def _mutual_soft_tokens(config: Config) -> int:
+    """E2B and E4B see images causally."""
+    return _BUDGETS[-1] if config.get("text_config", {}).get("use_bidirectional_attention") == "vision" else 0
+
+
+def _gemma4_settings(config: Config) -> dict[str, Any]:
+    names = ("patch_size", "pooling_kernel_size")
+    own = {name: _tower(config)[name] for name in names if name in _tower(config)}
+    return {"image_processor_type": "Gemma4ImageProcessor", **own}
+
+
+def _budget(processor: Any, fewest: int | None, most: int | None) -> dict[str, Any]:
+    """Each picture is resized to about as many pixels as the most tokens have that may stand for it."""
+    pixels = (processor.patch_size * processor.pooling_kernel_size) ** 2  # of a token
+    found: int = processor.max_soft_tokens
+    if fewest is not None:
+        found = max(found, next((count for count in _BUDGETS if count * pixels >= fewest), _BUDGETS[-1]))
+    if most is not None:
+        found = min(found, max((count for count in _BUDGETS if count * pixels <= most), default=_BUDGETS[0]))
+    return {"max_soft_tokens": found}
+
+
+_BUDGETS = 70, 140, 280, 560, 1120  # tokens of an image that Gemma 4's processor allows
 _QWEN = Family(_patches, _write_patches, merge=_merge, blocks=("visual.blocks", "visual.deepstack_merger_list"))
 _TILES = Family(_rows, _write_tiles, lambda _: {"return_row_col_info": True}, is_rigid=True, tiles=1)
 _PIXTRAL = Family(
@@ -210,6 +249,15 @@ FAMILIES: dict[str, Family] = {
             "pan_and_scan_max_num_crops": 4,
             "pan_and_scan_min_ratio_to_activate": 1.2,
         },
+    ),
+    "gemma4": Family(
+        _soft_tokens,
+        lambda _, grid, mark: f"<|image>{mark * grid[0]}<image|>",
+        blocks=("vision_tower.encoder.layers",),
+        mutual=_mutual_soft_tokens,
+        in_windows=True,
+        bounded=_budget,
+        settings=_gemma4_settings,
     ),
     "llava": Family(_shape, _write_llava, blocks=("vision_tower.encoder.layers",)),
     "idefics3": _TILES,
@@ -245,5 +293,7 @@ _TEXTS: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 6,
     },
 }
-_TOWERS = {"visual", "vision_tower", "vision_model", "multi_modal_projector", "connector"}  # modules' names
-_BIDIRECTIONAL = {"gemma3n", "gemma4", "paligemma", "shieldgemma2", "t5gemma2"}
+_TOWERS = {"visual", "vision_tower", "vision_model", "multi_modal_projector", "connector", "embed_vision"}
+HEARING = {"audio_tower", "embed_audio"}
+"""Modules' names, too."""
+_BIDIRECTIONAL = {"gemma3n", "paligemma", "shieldgemma2", "t5gemma2"}

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # light processes do without it
     from numpy.typing import NDArray
 
 MOST_GRIDS = 4096  # images whose grids are remembered; a chat sends the same ones with every turn
-_MODEL_INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes")
+_MODEL_INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes", "image_position_ids")
 
 
 class ImagePrompt(NamedTuple):
@@ -53,7 +53,7 @@ class VisionProcessor:
         self._grids: OrderedDict[tuple[str, ImageLimits], Grid] = OrderedDict()
         self._lock = Lock()  # guards the grids, and the loading of transformers' processor
         self.image_token, self._place = image_token(config), family.place(config)
-        self.mutual = family.mutual(config)
+        self.mutual, self.in_windows = family.mutual(config), family.in_windows
         self.merge = family.merge(config)
         self.is_rigid, self.tiles, self.blocks = family.is_rigid, family.tiles, family.blocks
 
@@ -66,6 +66,13 @@ class VisionProcessor:
         config = read_config(path)
         family = seeing_family(path, config)
         return None if family is None else cls(path, config, family)
+
+    @property
+    def types(self) -> str:
+        """The name under which transformers' model takes which tokens stand for images; empty if it need not know."""
+        if self.merge or self.in_windows:
+            return "mm_token_type_ids"
+        return "token_type_ids" if self.mutual else ""
 
     def mark(self, tokenizer: TokenizerLike) -> str:
         """The text of the token by which a prompt's text says where its images stand."""
@@ -148,9 +155,11 @@ class VisionProcessor:
 
     def _process(self, data: bytes, limits: ImageLimits, path: str) -> Mapping[str, Any]:
         picture = decode_image(data, limits, path)
-        if not self.merge:
-            picture = within(picture, limits)
         options = self._family.options(self._config)
+        if self._family.bounded is not None:
+            options |= self._family.bounded(self._images, limits.fewest, limits.most)
+        elif not self.merge:
+            picture = within(picture, limits)
         if self.merge and limits.pixels != (None, None):  # these processors have limits of their own
             own = dict(self._images.size)
             own |= {"shortest_edge": limits.fewest} if limits.fewest else {}
@@ -181,12 +190,16 @@ class VisionProcessor:
     @contextmanager
     def _settings(self) -> Iterator[Path]:
         """A directory with the processor's settings, which those of a GGUF file are written into."""
-        if not is_gguf(self._path):
+        if is_gguf(self._path):
+            found = processor_of(read_gguf(self._path))
+        elif self._family.settings is None or any((self._path / name).is_file() for name in PROCESSORS):
             yield self._path
             return
+        else:
+            found = self._family.settings(self._config)
         with TemporaryDirectory() as directory:
-            file = Path(directory) / "preprocessor_config.json"
-            file.write_text(json.dumps(processor_of(read_gguf(self._path))), "utf-8")
+            file = Path(directory) / PROCESSORS[0]
+            file.write_text(json.dumps(found), "utf-8")
             yield file.parent
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...schemas.errors import ModelLoadError
 from ..request import EngineRequest
 from .blocks import Blocks
-from .families import language_model_of
+from .families import HEARING, language_model_of
 from .images import Key, PromptImage
 from .layout import ImageLayout, Placed
 from .pictures import Arrays, Pictures
@@ -65,6 +65,9 @@ class LanguageModel(nn.Module):
         self.lm_head = head
         self.config = text.config
         self.vision = vision
+        self.replaced = replaced_tokens(whole.config)
+        self._has_layer_inputs = bool(getattr(text, "hidden_size_per_layer_input", 0))  # Gemma 4's E2B and E4B have
+        self._softcap: float | None = getattr(text.config, "final_logit_softcapping", None)
         self.dtype: torch.dtype = text.dtype
         self.device: torch.device = text.device
         self._supports_attention_backend = bool(text._supports_attention_backend and whole._supports_attention_backend)
@@ -87,7 +90,11 @@ class LanguageModel(nn.Module):
 
         `more` is for the layers.
         """
+        for id, other in self.replaced.items():
+            input_ids = input_ids.where(input_ids != id, other)
         embedded = self.model.get_input_embeddings()(input_ids)
+        if self._has_layer_inputs:
+            more["per_layer_inputs"] = self.model.get_per_layer_inputs(input_ids)
         if seen is not None:
             embedded = embedded.index_copy(1, seen.rows, seen.features.to(embedded.dtype)[None])
             if seen.deep:
@@ -98,7 +105,12 @@ class LanguageModel(nn.Module):
         hidden = self.model(
             inputs_embeds=embedded, position_ids=positions, use_cache=use_cache, penstock=penstock, **more
         ).last_hidden_state
-        return Logits(self.lm_head(hidden[:, logits_to_keep]))
+        return Logits(self.logits(hidden[:, logits_to_keep]))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What the last layer makes, […, E] → [..., V]."""
+        made: Tensor = self.lm_head(hidden)
+        return made if self._softcap is None else self._softcap * (made / self._softcap).tanh()
 
 
 class Vision:
@@ -117,7 +129,7 @@ class Vision:
         self._used = 0  # bytes
         self.num_encoded = 0  # images that passed the tower
         self.budget = _BUDGET.get(self._device.type, _LARGE_BUDGET)
-        self._blocks: Blocks | None = None  # set by `probe`, or `try_blocks`
+        self._blocks: Blocks | None = None  # set by `probe` or `pause`
         self.pictures = Pictures(processor.inputs, self.encode, self._cache.__contains__)
 
     def widen(self) -> None:
@@ -152,7 +164,7 @@ class Vision:
         seen, *deep = torch.cat(parts, dim=1).unbind(0)
         return Seen(rows, seen, deep)
 
-    def probe(self, ids: Sequence[int], head: nn.Module) -> Probe:
+    def probe(self, ids: Sequence[int], logits: Callable[[Tensor], Tensor]) -> Probe:
         """A picture between some text of `ids`, and what transformers' own code, attention included, makes of it."""
         image, count = self.processor.sample()
         inputs = self.processor.inputs(image)
@@ -163,7 +175,7 @@ class Vision:
         own, config._attn_implementation = config._attn_implementation, "sdpa"
         try:
             tokens = torch.tensor([whole], device=self._device)
-            named = "mm_token_type_ids" if self.processor.merge else "token_type_ids" if self.processor.mutual else ""
+            named = self.processor.types
             types = {named: (tokens == self.processor.image_token).int()} if named else {}
             features: Tensor | None = None
             if self.processor.is_rigid and self._body.dtype != torch.float32:
@@ -178,15 +190,18 @@ class Vision:
                     self._blocks, features = self._blocks_of(self._to_device(inputs), noted[0])
             if self._blocks is not None and features is not None:
                 self._keep(("", image.identity), features)
-            return Probe(whole, image, head(made.last_hidden_state[:, -1]))
+            return Probe(whole, image, logits(made.last_hidden_state[:, -1]))
         finally:
             config._attn_implementation = own
 
-    def try_blocks(self) -> None:
-        """Find out whether the tower can pause within an image, as `probe` does."""
-        if self.processor.blocks:
-            inputs = self._to_device(self.processor.inputs(self.processor.sample()[0]))
-            self._blocks, _ = self._blocks_of(inputs, self._pass(inputs))
+    @property
+    def pauses(self) -> bool:
+        """Whether an image that the tower sees as a whole passes it in parts."""
+        return self._blocks is not None
+
+    def pause(self) -> None:
+        """Do so from now on, without trying it."""
+        self._blocks = self._find_blocks()
 
     def encode(self, arrays: Arrays) -> Iterator[Tensor | None]:
         """Pass an image through the tower; yields None after each part but the last, and then the features and the deep
@@ -244,10 +259,8 @@ class Vision:
     def _blocks_of(self, inputs: dict[str, Tensor], whole: Tensor) -> tuple[Blocks | None, Tensor | None]:
         """The tower's blocks, if they can run one by one, and what they make of `inputs`, of which the model makes the
         features `whole`."""
-        blocks, *others = [list(_descendants(self._body, name)) for name in self.processor.blocks] or [[]]
-        if not blocks:
+        if (found := self._find_blocks()) is None:
             return None, None
-        found = Blocks(blocks, [one for more in others for one in more])
         try:
             *_, one_by_one = found.run(lambda: self._pass(inputs), 0)
             if one_by_one is not None and torch.equal(one_by_one, whole):
@@ -256,6 +269,10 @@ class Vision:
             _log.info("its blocks cannot run one by one: %r", error)
         _log.warning("the vision tower of %s cannot pause within an image", type(self._body).__name__)
         return None, None
+
+    def _find_blocks(self) -> Blocks | None:
+        blocks, *others = [list(_descendants(self._body, name)) for name in self.processor.blocks] or [[]]
+        return Blocks(blocks, [one for more in others for one in more]) if blocks else None
 
     def _to_device(self, arrays: Arrays) -> dict[str, Tensor]:
         return {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
@@ -287,6 +304,14 @@ def _stacked(made: Any) -> Tensor:
     return torch.stack([_rows(one) for one in (made.pooler_output, *deep)])
 
 
+def replaced_tokens(config: Any) -> dict[int, int]:
+    """Tokens that stand for what a text has not, and those that take their place in the model with this config."""
+    if config.model_type != "gemma4":
+        return {}
+    ids = (getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
+    return dict.fromkeys((id for id in ids if id is not None), config.get_text_config().pad_token_id)
+
+
 def _rows(features: Tensor | Sequence[Tensor]) -> Tensor:
     """Those of all images [K, E]; versions of transformers differ in how they lie."""
     return features.flatten(0, -2) if isinstance(features, Tensor) else torch.cat([*features])
@@ -307,6 +332,9 @@ def split(model: Any, processor: VisionProcessor) -> LanguageModel:
     body = model.model
     text = language_model_of(body)
     head = model.get_output_embeddings()
+    for name in HEARING:
+        if hasattr(body, name):
+            setattr(body, name, None)
     if text is None or head is None or not hasattr(body, "get_image_features"):
         raise ModelLoadError(f"{type(model).__name__} has no language model of its own; it cannot be served")
     return LanguageModel(model, text, head, Vision(body, text, processor))

@@ -20,7 +20,8 @@ Array = npt.NDArray[Any]
 Config = Mapping[str, Any]
 Named = Iterator[tuple[str, Array]]
 _TEXT = re.compile(
-    r"(?:model\.|language_model\.model\.|model\.(?:text|language)_model\.)(embed_tokens|layers|norm)(\..*)"
+    r"(?:model\.|language_model\.model\.|model\.(?:text|language)_model\.)"
+    r"(embed_tokens|embed_tokens_per_layer|per_layer_model_projection|per_layer_projection_norm|layers|norm)(\..*)"
 )
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
@@ -34,6 +35,7 @@ class Kind(NamedTuple):
     keys: Callable[[Config, Config], dict[str, Any]]
     tensors: Callable[[str, Array, Config], Named]
     text_keys: Mapping[str, Any] = {}
+    text_tensors: Mapping[str, Array] = {}
 
 
 def write_pair(
@@ -55,7 +57,7 @@ def write_pair(
     weights = load_file(directory / "model.safetensors")
     text = to / "text"
     _write_text(directory, text, config, weights)
-    write_gguf(text, to / "model.gguf", kind.architecture, text_kind, kind.text_keys)
+    write_gguf(text, to / "model.gguf", kind.architecture, text_kind, kind.text_keys, extra=kind.text_tensors)
     shutil.rmtree(text)
     tensors: dict[str, Array] = {}
     for name, values in weights.items():
@@ -122,6 +124,8 @@ def _keys(kind: Kind, directory: Path, config: Config) -> dict[str, Any]:
     }
     own = kind.keys(config, processor)
     general = {"clip.has_vision_encoder": True, "clip.projector_type": kind.projector}
+    if "clip.audio.projector_type" in own:
+        general = {"clip.has_vision_encoder": True, "clip.vision.projector_type": kind.projector}
     return general | {f"clip.vision.{name}": value for name, value in common.items()} | own
 
 
@@ -294,12 +298,53 @@ def _gemma3_tensors(name: str, values: Array, config: Config) -> Named:
     yield from _named(name.removeprefix("model."), values + np.float32("soft_emb_norm" in name), config)
 
 
+def _gemma4(config: Config, processor: Config) -> dict[str, Any]:
+    own: dict[str, Any] = {
+        "clip.vision.image_size": 224,
+        "clip.vision.attention.layer_norm_epsilon": config["vision_config"]["rms_norm_eps"],
+    }
+    hears = {"clip.has_audio_encoder": True, "clip.audio.projector_type": "gemma4a"}
+    return own | (hears if config.get("audio_config") else {})
+
+
+def _gemma4_tensors(name: str, values: Array, config: Config) -> Named:
+    """Those of sounds by names that begin as the converter's do."""
+    if "audio_tower" in name:
+        yield f"a.{name}", values.reshape(values.shape or (1,))
+        return
+    name = name.replace("model.vision_tower.encoder.", "vision_model.model.").replace(".linear.weight", ".weight")
+    if name.endswith("input_proj.weight"):
+        side = config["vision_config"]["patch_size"]
+        values = np.ascontiguousarray(values.reshape(len(values), side, side, 3).transpose(0, 3, 1, 2))
+    suffixes = (".weight", ".input_min", ".input_max", ".output_min", ".output_max")
+    found = _NAMES.get_name(f"{name}.weight" if name.endswith("table") else name, try_suffixes=suffixes)
+    assert found is not None, name
+    yield found, values.reshape(values.shape or (1,))
+
+
+def _gemma4_keys(**more: Any) -> dict[str, Any]:
+    return {
+        "attention.key_length": 32,
+        "attention.value_length": 32,
+        "attention.key_length_swa": 16,
+        "attention.value_length_swa": 16,
+        "rope.dimension_count": 32,
+        "rope.dimension_count_swa": 16,
+        "rope.freq_base_swa": 10_000.0,
+        "attention.sliding_window": 20,
+        "attention.sliding_window_pattern": [True, False, True, False],
+        "final_logit_softcapping": 5.0,
+        **more,
+    }
+
+
 _SECTIONS = {"rope.dimension_sections": [2, 3, 3, 0]}
 _EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64}
 _DELTA_NETS = {
     **{"ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 96},
     **{"full_attention_interval": 2, "rope.dimension_count": 16, "rope.dimension_sections": [3, 3, 2, 0]},
 }
+_FACTORS = {"rope_freqs.weight": np.array([1.0] * 4 + [1e30] * 12, np.float32)}  # a quarter of a head rotates
 KINDS = {
     "smolvlm": Kind("llama", "idefics3", _smolvlm, _named),
     "llava": Kind("llama", "mlp", _llava, _llava_tensors),
@@ -317,5 +362,27 @@ KINDS = {
         _gemma3,
         _gemma3_tensors,
         {"attention.sliding_window": 20, "attention.sliding_window_pattern": [True, False, True]},
+    ),
+    "gemma4": Kind(
+        "gemma4",
+        "gemma4v",
+        _gemma4,
+        _gemma4_tensors,
+        _gemma4_keys(**{"attention.head_count_kv": [2, 1, 2, 1]}),
+        _FACTORS,
+    ),
+    "gemma4_e": Kind(
+        "gemma4",
+        "gemma4v",
+        _gemma4,
+        _gemma4_tensors,
+        _gemma4_keys(
+            **{
+                "attention.shared_kv_layers": 2,
+                "embedding_length_per_layer_input": 16,
+                "feed_forward_length": [128, 128, 256, 256],
+            }
+        ),
+        _FACTORS,
     ),
 }

@@ -68,6 +68,46 @@ _HYBRID = {  # of a head's 32 numbers 16 rotate, by time, row and column in turn
     "linear_value_head_dim": 24,
 }
 
+_GEMMA4 = {
+    **_TEXT,
+    "model_type": "gemma4_text",
+    "vocab_size_per_layer_input": 640,
+    "hidden_size_per_layer_input": 0,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 20,
+    "final_logit_softcapping": 5.0,
+}
+_GEMMA4_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 300,
+    "initializer_range": 0.3,
+}
+_BUFFERS = {
+    "std_bias": (-0.5, 0.5),
+    "std_scale": (0.5, 2),
+    "input_min": (-2, -1),
+    "input_max": (1, 2),
+    "output_min": (-2, -1),
+    "output_max": (1, 2),
+}
+_GEMMA4_PROCESSOR = {
+    "image_processor_type": "Gemma4ImageProcessor",
+    "patch_size": 4,
+    "pooling_kernel_size": 2,
+    "max_soft_tokens": 70,
+}
+
 # The marks of each family, the first of which stands for a part of an image; configuration; image processor.
 FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
     "llava": (
@@ -177,6 +217,33 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 80, "width": 80}},
     ),
+    "gemma4": (  # as its large ones: image tokens see each other; an image has more tokens than the window
+        ["<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>"],
+        {
+            "text_config": _GEMMA4 | {"use_bidirectional_attention": "vision", "attention_k_eq_v": True},
+            "vision_config": _GEMMA4_TOWER | {"standardize": True},
+            "audio_config": None,
+            "tie_word_embeddings": False,
+        },
+        _GEMMA4_PROCESSOR,
+    ),
+    "gemma4_e": (  # as its small ones: all is causal, with inputs of layers, and layers that share keys
+        ["<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>"],
+        {
+            "text_config": _GEMMA4
+            | {"hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+            "vision_config": _GEMMA4_TOWER | {"use_clipped_linears": True},
+            "audio_config": {  # which nothing uses
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "subsampling_conv_channels": [8, 8],
+                "output_proj_dims": 32,
+            },
+            "tie_word_embeddings": False,
+        },
+        _GEMMA4_PROCESSOR,
+    ),
     "mistral3": (
         ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
         {
@@ -228,19 +295,24 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
     own = {"image_token_id": ids[0]}
     if "<|video_pad|>" in marks:
         own |= {"vision_start_token_id": ids[1], "vision_end_token_id": ids[2], "video_token_id": ids[3]}
+    if family in ("gemma4", "gemma4_e"):
+        own |= {"boi_token_id": ids[1], "eoi_token_id": ids[2], "video_token_id": ids[3], "audio_token_id": ids[4]}
     if family == "gemma3":
         own |= {"boi_token_index": ids[1], "eoi_token_index": ids[2]}
     if family in ("llava", "mistral3"):
         own = {"image_token_index": ids[0]}
     text = settings["text_config"] | {"eos_token_id": end, "pad_token_id": end}
     parts = {"text_config": text, "vision_config": settings["vision_config"] | dict(tower or {})}
-    config = library.AutoConfig.for_model(family, **settings | own | parts)
+    config = library.AutoConfig.for_model(family.removesuffix("_e"), **settings | own | parts)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = library.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         for parameter in model.parameters():  # towers begin with small numbers, in which all images look alike
             if parameter.ndim > 1 and parameter.std() < 0.1:
                 torch.nn.init.normal_(parameter, std=0.1)
+        for name, buffer in model.named_buffers():  # Gemma 4's, which begin as if they were not there
+            if (kind := name.rpartition(".")[2]) in _BUFFERS:
+                buffer.uniform_(*_BUFFERS[kind])
     model.generation_config = library.GenerationConfig(eos_token_id=end, pad_token_id=end)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -30,10 +30,8 @@ def expected(
     """The `count` tokens that a `reference` generates after a prompt."""
     ids = torch.tensor([request.prompt])
     inputs = _joined(request.images, processor, family) if request.images else {}
-    if processor.merge and request.images:
-        inputs["mm_token_type_ids"] = (ids == processor.image_token).int()
-    if processor.mutual and request.images:
-        inputs["token_type_ids"] = (ids == processor.image_token).int()
+    if request.images and processor.types:
+        inputs[processor.types] = (ids == processor.image_token).int()
     output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, **inputs)
     return tuple(output[0, len(request.prompt) :].tolist())
 

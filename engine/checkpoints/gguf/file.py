@@ -75,7 +75,8 @@ class GgufWeight(NamedTuple):
     further rows or, if `is_split_in_time`, of further frames: a new third dimension. `sees`: it is no language model's.
     With `is_decay` the file has -exp of the numbers. A weight of all experts of a layer is `is_transposed`, outputs
     last; `in_turns`: its outputs are those of both tensors, one of each. `groups` is the order of the rows of all.
-    `is_latent`: of two tensors by head, the first has a head's rows transposed.
+    `is_latent`: of two tensors by head, the first has a head's rows transposed. `is_by_colour`: of a patch all pixels
+    of a colour lie together, and in the model all colours of a pixel.
     """
 
     tensor: GgufTensor
@@ -92,6 +93,7 @@ class GgufWeight(NamedTuple):
     in_turns: bool = False
     groups: Groups | None = None
     is_latent: bool = False
+    is_by_colour: bool = False
 
     @property
     def types(self) -> set[str]:

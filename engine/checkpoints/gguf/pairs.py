@@ -5,6 +5,7 @@ Everything about a pair is checked here, from the headers alone. Needs no torch.
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,8 @@ def _vision_weights(projector: Gguf, kind: Projector) -> dict[str, GgufWeight]:
     place({**kind.names, **kind.names_of(vision)}, "", "")
     for number in range(vision.need("block_count")):
         place(layer, f"{_LAYER}{number}.", f"{kind.layers}.{number}.")
-    if unknown := sorted(tensors.keys() - names.keys() - kind.ignored):
+    left = tensors.keys() - names.keys() - kind.ignored
+    if unknown := sorted(name for name in left if not name.startswith(kind.ignored_parts)):
         raise ModelLoadError(
             f"{projector.path}: the tensor {unknown[0]} is unknown in a projector of the kind "
             f"{projector_type(projector)}; use the model's safetensors files instead"
@@ -210,12 +212,15 @@ def _joined(parts: list[GgufTensor], kind: Projector, heads: int) -> GgufWeight:
     """One weight of tensors with its rows, or with its frames."""
     first, *more = parts
     name, shape = first.name, first.shape
+    own = name.removeprefix(_LAYER).partition(".")[2] if name.startswith(_LAYER) else name
     if more and len(shape) == 4:
         return GgufWeight(first, (*shape[:2], len(parts), *shape[2:]), more=tuple(more), is_split_in_time=True)
     if more:
         return GgufWeight(first, (sum(part.shape[0] for part in parts), *shape[1:]), more=tuple(more))
-    if name.removeprefix(_LAYER).partition(".")[2] in kind.permuted:
+    if own in kind.permuted:
         return GgufWeight(first, shape, heads)
-    while (count := kind.dimensions.get(name)) is not None and len(shape) != count:
+    if name in kind.by_pixels:
+        return GgufWeight(first, (shape[0], prod(shape[1:])), is_by_colour=True)
+    while (count := kind.dimensions.get(own)) is not None and len(shape) != count:
         shape = shape[1:] if len(shape) > count else (1, *shape)
     return GgufWeight(first, shape, offset=kind.offsets.get(name, 0))

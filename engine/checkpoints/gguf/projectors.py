@@ -11,6 +11,7 @@ from typing import Any
 
 from ....schemas.errors import ModelLoadError
 from .file import Gguf
+from .gemma_projectors import GEMMA4
 from .qwen_projectors import QWEN
 from .vision import Projector, Vision, both
 
@@ -250,6 +251,7 @@ PROJECTORS: dict[str, Projector] = {
         offsets={"mm.soft_emb_norm.weight": -1},  # converters add it
         tokens={"boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"},
     ),
+    "gemma4v": GEMMA4,
     **QWEN,
     "internvl": Projector(
         "internvl",

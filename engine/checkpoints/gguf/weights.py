@@ -148,7 +148,7 @@ def _data(weight: GgufWeight) -> Tensor:
     data = content[tensor.start : tensor.start + tensor.nbytes]
     if weight.expert is not None:
         data = data.view(tensor.shape[0], -1)[weight.expert]
-    rows = data.view(weight.shape[0], -1)
+    rows = data.view(*weight.shape[:1], -1)
     if weight.heads is not None:
         return _by_halves(rows, weight.heads)
     return data if weight.tiles is None or weight.tiles.by_columns else _untiled(rows, weight.tiles, 0)
@@ -176,6 +176,8 @@ def _read(weight: GgufWeight, dtype: torch.dtype) -> Tensor:
             return _in_groups(torch.cat(parts), weight.groups)
         return torch.stack(parts, dim=2) if weight.is_split_in_time else torch.cat(parts)
     expanded = dequantize(_data(weight), weight.tensor.type, dtype, _factor(weight)).view(weight.shape)
+    if weight.is_by_colour:
+        return expanded.view(weight.tensor.shape).permute(0, 2, 3, 1).reshape(weight.shape)
     if weight.tiles is not None and weight.tiles.by_columns:
         expanded = _untiled(expanded, weight.tiles, 1)
     if weight.is_decay:

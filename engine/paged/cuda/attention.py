@@ -96,7 +96,7 @@ class PagedAttention:
             tiles=self._put(np.reshape(tiles, (-1, 2))),
             num_decoding=num_decoding,
             window=group.window,
-            ends=self._ends(packed),
+            ends=self._ends(packed) if group.is_mutual else None,
         )
 
     def _ends(self, packed: PackedSegments) -> Tensor | None:

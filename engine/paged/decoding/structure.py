@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...vision.tower import LanguageModel, replaced_tokens
 from .linear import SILU
 
 _NAMES = {  # of LFM2's modules; others have these
@@ -67,10 +68,9 @@ def body_of(model: Any) -> Any:
 
 def replaced(model: Any) -> dict[int, int]:
     """Tokens that stand for what a text has not, and those that take their place in the model."""
-    if type(model.model).__name__ not in _SEEING:
-        return {}
-    ids = (getattr(model.config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
-    return dict.fromkeys((id for id in ids if id is not None), model.config.text_config.pad_token_id)
+    if isinstance(model, LanguageModel):
+        return model.replaced
+    return replaced_tokens(model.config) if type(model.model).__name__ in _SEEING else {}
 
 
 def scale_of(norm: Any) -> Tensor:

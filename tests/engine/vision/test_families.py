@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
@@ -90,6 +92,40 @@ def test_gemma_is_written_as_by_transformers(crops: int) -> None:
     own = SimpleNamespace(full_image_sequence="\n\n<start_of_image>****<end_of_image>\n\n")
     theirs: Any = Gemma3Processor.replace_image_token
     assert written("gemma3", {"mm_tokens_per_image": 4}, made) == theirs(own, made, 0)
+
+
+@pytest.mark.parametrize("count", [1, 66])
+def test_gemma_4_is_written_as_by_transformers(count: int) -> None:
+    made = {"num_soft_tokens_per_image": [count]}
+    own = SimpleNamespace(boi_token="<|image>", image_token="*", eoi_token="<image|>")
+    theirs: Any = Gemma4Processor.replace_image_token
+    assert written("gemma4", {"vision_config": {"patch_size": 16}}, made) == theirs(own, made, 0)
+
+
+@pytest.mark.parametrize(
+    ("fewest", "most", "wanted"),
+    [
+        (None, None, 280),
+        (None, 512 * 512, 70),
+        (None, 10_000, 70),
+        (None, 140 * 48**2, 140),
+        (None, 10_000_000, 280),
+        (281 * 48**2, None, 560),
+        (10_000_000, None, 1120),
+        (10_000_000, 600 * 48**2, 560),
+        (10_000, None, 280),
+    ],
+)
+def test_gemma_4_takes_as_many_tokens_as_its_bounds_allow(fewest: int | None, most: int | None, wanted: int) -> None:
+    """A number that its processor knows, for each of which a token has 48 x 48 pixels."""
+    family = family_of({"model_type": "gemma4", "vision_config": {"patch_size": 16}})
+    assert family is not None and family.bounded is not None
+    assert family.bounded(Gemma4ImageProcessorPil(), fewest, most) == {"max_soft_tokens": wanted}
+
+
+def test_a_gemma_4_without_a_tower_takes_text_alone() -> None:
+    config: dict[str, Any] = {"model_type": "gemma4", "vision_config": None, "text_config": {}}
+    assert family_of(config) is None
 
 
 def test_internvl_is_written_as_by_transformers() -> None:

@@ -36,8 +36,13 @@ COUNT = 20  # tokens generated
 GREEDY = GenerationParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
 TEXT = "A sentence without any picture, which runs beside the others."
 UNLIKE = {"initializer_range", "dtype", "_name_or_path", "projection_dim", "num_hidden_layers"}  # in both forms
-TOWERS = {"qwen2_5_vl": {"window_size": 112}}  # that of all its models: GGUF does not have it
+GEMMAS_4 = ("gemma4", "gemma4_e")
+TOWERS = {  # that of all its models: GGUF does not have it
+    "qwen2_5_vl": {"window_size": 112},
+    **{family: {"pooling_kernel_size": 3} for family in GEMMAS_4},
+}
 PIXELS = {"min_pixels": 65_536, "max_pixels": 16_777_216}  # so are these of the families of Qwen 3
+SOFT_TOKENS = {"pooling_kernel_size": 3, "max_soft_tokens": 280}  # and these
 
 Tokens = tuple[int, ...]
 
@@ -79,9 +84,9 @@ def seer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Seer]:
 
     def make(family: str) -> Seer:
         directory = make_vision_model(root / family, family, tower=TOWERS.get(family))
-        if family.startswith("qwen3"):
+        if pixels := PIXELS if family.startswith("qwen3") else SOFT_TOKENS if family in GEMMAS_4 else {}:
             file = directory / "preprocessor_config.json"
-            file.write_text(json.dumps(json.loads(file.read_text()) | PIXELS))
+            file.write_text(json.dumps(json.loads(file.read_text()) | pixels))
         path = write_pair(directory, root / f"{family}-gguf", family)
         with InferenceEngine(config(directory)) as engine:
             prompts = prompts_of(engine.image_mark)

@@ -1,4 +1,4 @@
-"""Models whose image tokens see each other in both directions (Gemma 3), against transformers' own code.
+"""Models whose image tokens see each other in both directions (Gemma 3 and 4), against transformers' own code.
 
 `test_seeing` has what holds for every family; its model's images have more tokens than its windows and its steps.
 """
@@ -87,8 +87,10 @@ def test_those_see_each_other_that_do_in_transformers(
     assert part is None or part.tolist() == whole[start:end].tolist()
 
 
+@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
 @pytest.mark.parametrize("chunk", [8, 64])
-def test_a_cached_prefix_may_end_inside_an_image(chunk: int, model: Path) -> None:
+def test_a_cached_prefix_may_end_inside_an_image(chunk: int, family: str, tmp_path: Path) -> None:
+    model = make_vision_model(tmp_path / family, family)
     truth = reference(model)
     with InferenceEngine(config(model)) as engine:
         processor = engine.sight.processor
@@ -104,7 +106,7 @@ def test_a_cached_prefix_may_end_inside_an_image(chunk: int, model: Path) -> Non
     assert pairs, "no prompt has the end of a block inside its image"
     backend = PagedBackend(config(model, prefill_chunk_size=chunk, max_batch_size=4))
     for one, other in pairs[:2]:
-        wanted = [expected(truth, each, processor, "gemma3", COUNT) for each in (one, other)]
+        wanted = [expected(truth, each, processor, family, COUNT) for each in (one, other)]
         hits = backend.cache_stats().num_hit_tokens
         assert [*run(backend, [one]), *run(backend, [other])] == wanted
         end = backend.cache_stats().num_hit_tokens - hits

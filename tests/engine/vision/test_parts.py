@@ -11,6 +11,7 @@ from concurrent.futures import wait
 from dataclasses import replace
 from functools import cache
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -236,7 +237,7 @@ def test_features_have_the_same_bits_in_all_schedules(bench: Bench) -> None:
     ("family", "blocks"),
     [
         *[("llava", 3), ("qwen2_vl", 2), ("qwen2_5_vl", 3), ("qwen3_vl", 3), ("mistral3", 2), ("gemma3", 2)],
-        *[("qwen3_vl_moe", 3), ("qwen3_5", 3)],
+        *[("gemma4", 2), ("qwen3_vl_moe", 3), ("qwen3_5", 3)],
     ],
 )
 def test_a_picture_that_is_seen_as_a_whole_passes_block_by_block(family: str, blocks: int, make: Make) -> None:
@@ -353,6 +354,18 @@ def test_pictures_of_a_lower_lane_wait_for_urgent_prompts_alone(make: Make) -> N
     assert [len(parts) for parts in bench.run(high)] == [1] * (SHORT - 1)
     bench.run(low)
     bench.check(low, high)
+
+
+@pytest.mark.parametrize("family", ["gemma4", "llava", "smolvlm"])
+def test_a_model_that_was_loaded_before_pauses_as_it_did(family: str, tmp_path: Path) -> None:
+    """Though its tower is not tried again; one that sees tiles needs no pauses."""
+    directory = make_vision_model(tmp_path / family, family)
+    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_cache_memory": ByteSize(8 << 20)}
+    for _ in range(2):
+        backend = PagedBackend(EngineConfig(model=str(directory), **settings))
+        assert backend.runner.vision is not None
+        assert backend.runner.vision.pauses == (family != "smolvlm")
+        backend.close()
 
 
 def test_a_picture_gets_ready_while_the_batch_is_full(make: Make) -> None:

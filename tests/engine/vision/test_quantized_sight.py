@@ -32,11 +32,15 @@ from penstock.engine.paged.quantization.calibrate import calibrate
 from penstock.engine.paged.quantization.quantize import quantizable, rounded
 from penstock.engine.preparing.prompts import Prompt
 from penstock.engine.sizing import footprint, weights_of_model
-from penstock.engine.vision.families import is_of_tower
+from penstock.engine.vision.families import is_of_tower, is_unused
 
 COUNT = 12
 GREEDY = GenerationParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
 TEXTS = [[(7 * row + 3 * index * index + index) % 500 for index in range(24)] for row in range(8)]
+
+# Of Gemma 4's four layers two attend in all with one product for keys and values, or have their own inputs, and two of
+# these attend to the keys of others.
+NUM_PRODUCTS = {"gemma4": 4 * 7 - 2 + 1, "gemma4_e": 4 * (7 + 2) - 2 * 2 + 1 + 1, "qwen3_5": 2 * 8 + 7 + 1}
 
 Answers = list[tuple[int, ...]]
 
@@ -67,16 +71,18 @@ def on_texts(model: Any, methods: dict[str, str]) -> dict[str, Rounded]:
 
 
 @pytest.mark.parametrize(
-    ("family", "method", "rounding", "count"),
+    ("family", "method", "rounding"),
     [
-        ("llava", "int4", on_texts, 3 * 7 + 1),
-        ("smolvlm", "int8", by_itself, 3 * 7 + 1),
-        ("qwen3_vl", "int4", by_itself, 3 * 7 + 1),
-        ("qwen3_5", "int4", on_texts, 2 * 8 + 7 + 1),
+        ("llava", "int4", on_texts),
+        ("smolvlm", "int8", by_itself),
+        ("qwen3_vl", "int4", by_itself),
+        ("qwen3_5", "int4", on_texts),
+        ("gemma4", "int4", on_texts),
+        ("gemma4_e", "int8", by_itself),
     ],
 )
 def test_answers_are_those_of_the_numbers(
-    family: str, method: str, rounding: Callable[[Any, dict[str, str]], dict[str, Rounded]], count: int, tmp_path: Path
+    family: str, method: str, rounding: Callable[[Any, dict[str, str]], dict[str, Rounded]], tmp_path: Path
 ) -> None:
     """A checkpoint, and where the rounding is the same, weights rounded at load."""
     source, out, numbers = (tmp_path / name for name in ("source", "out", "numbers"))
@@ -91,12 +97,15 @@ def test_answers_are_those_of_the_numbers(
     plain = [rounded(before[f"{name}.weight"], own).levels for name, own in methods.items()]
     is_alike = [torch.equal(found[name].levels, one) for name, one in zip(methods, plain, strict=True)]
     assert sum(is_alike) == (len(found) if rounding is by_itself else 1), "the head alone is rounded by itself"
-    assert len(found) == count and {one.bits for one in found.values()} == ({8} if method == "int8" else {4, 8})
+    assert len(found) == NUM_PRODUCTS.get(family, 3 * 7 + 1) and {one.bits for one in found.values()} == (
+        {8} if method == "int8" else {4, 8}
+    )
     save_quantized(source, out, model, found)
     shutil.copytree(source, numbers, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     model.save_pretrained(numbers)
     assert count_parameters(out) == count_parameters(source)
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    size -= sum(4 * tensor.numel() for name, tensor in before.items() if is_unused(name))
     expected = footprint(config(out)).weights
     assert expected == footprint(config(source, quantization=method)).weights
     assert abs(expected - size) < 0.1 * size, "a worker's memory is estimated with the tower as it is"
@@ -155,6 +164,8 @@ def everywhere(name: str) -> bool:
         ("qwen3_5_moe", "fp8-blocks", in_language_model),
         ("qwen3_5_moe", "gptq-4", in_language_model),
         ("gemma3", "compressed-4-with-zeros", in_language_model),
+        ("gemma4", "compressed-int8", in_language_model),
+        ("gemma4_e", "awq", in_language_model),
         ("llava", "gptq-in-order-of-activations", in_language_model),
         ("mistral3", "compressed-fp8", in_language_model),
         ("internvl", "fp8", in_language_model),
@@ -255,7 +266,31 @@ def test_a_tower_that_is_packed_takes_the_memory_of_its_numbers(tmp_path: Path) 
         assert answers(engine)[0] != answers(engine, salt=5)[0]
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
+def test_memory_is_that_of_what_stays(tmp_path: Path) -> None:
+    """Without what would hear, and with the table that makes inputs for layers in the dtype, whatever is rounded."""
+    source = make_vision_model(tmp_path / "source", "gemma4_e")
+    weights, table = load_file(source / "model.safetensors"), "model.language_model.embed_tokens_per_layer.weight"
+    kept: dict[str, list[int]] = {}
+    for name, left in (
+        ("whole", weights),
+        ("deaf", {name: one for name, one in weights.items() if not is_unused(name)}),
+        ("bare", {name: one for name, one in weights.items() if name != table}),
+    ):
+        (tmp_path / name).mkdir()
+        shutil.copy(source / "config.json", tmp_path / name)
+        save_file(left, tmp_path / name / "model.safetensors", {"format": "pt"})
+        settings = (config(tmp_path / name), config(tmp_path / name, quantization="int8"))
+        kept[name] = [weights_of_model(each, "cpu").kept for each in settings]
+    assert kept["deaf"] == kept["whole"]
+    assert [all - some for all, some in zip(kept["whole"], kept["bare"], strict=True)] == [
+        4 * weights[table].numel()
+    ] * 2
+    with InferenceEngine(config(source)) as engine:
+        body = engine._driver.backend.runner.vision._body  # type: ignore[attr-defined]
+        assert any(map(is_unused, weights)) and not any(map(is_unused, body.state_dict()))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "gemma4_e", "qwen2_5_vl"])
 @pytest.mark.parametrize("computes", [True, False])
 def test_a_tower_is_as_fast_as_its_processor_allows(
     family: str, computes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -272,7 +307,7 @@ def test_a_tower_is_as_fast_as_its_processor_allows(
         assert {one.dtype for one in tower} == {torch.bfloat16 if computes else torch.float32}
         assert {one.dtype for one in text} == {torch.bfloat16}
         assert all(len(output.token_ids) == COUNT for output in engine.generate(prompts_of(engine), GREEDY))
-        size = sum(one.numel() for one in tower)
+        size = sum(one.numel() for part, one in vision._body.state_dict().items() if is_of_tower(part))
     kept = weights_of_model(settings, "cpu").kept
     monkeypatch.setattr(model_files, "computes_bfloat16", lambda: True)
     assert kept - weights_of_model(settings, "cpu").kept == (0 if computes else 2 * size)

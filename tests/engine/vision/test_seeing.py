@@ -39,8 +39,11 @@ ConfigOf = Callable[..., EngineConfig]
 Truth = Callable[[str], tuple[list[EngineRequest], list[Tokens]]]
 all_families = pytest.mark.parametrize("family", FAMILIES)
 # One with plain positions, one with tokens between those of an image, one with three dimensions and deepstack.
-# One whose image tokens see each other, and one that keeps running states.
-some_families = pytest.mark.parametrize("family", ["llava", "smolvlm", "qwen3_vl", "gemma3", "qwen3_5"])
+# And those whose image tokens see each other, one whose layers share keys and have inputs of their own, and one that
+# keeps running states.
+some_families = pytest.mark.parametrize(
+    "family", ["llava", "smolvlm", "qwen3_vl", "gemma3", "gemma4", "gemma4_e", "qwen3_5"]
+)
 
 
 @pytest.fixture(scope="module")
@@ -133,9 +136,15 @@ def test_pieces_and_takeovers_change_nothing(family: str, config_of: ConfigOf, t
 def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Truth) -> None:
     requests, wanted = truth(family)
     files = ModelFiles.of(config_of(family))
-    longest = max(len(request.prompt) for request in requests) + COUNT
+    lengths = [len(request.prompt) for request in requests]
+    longest = max(lengths) + COUNT
+    block, blocks = files.cache(16, 1), longest // 16 + 2
+    if family in ("gemma4", "gemma4_e"):  # whose images take more tokens than what is generated
+        # For all prompts, but not for their answers.
+        blocks = sum(-(-one // 16) for one in lengths) + 1
+        block = 16 * (4 if family == "gemma4" else 3) * 2 * 2 * 16 * 4
     states = 3 * LEAST_STATES * files.states() // STATES
-    memory = ByteSize((longest // 16 + 2) * files.cache(16, 1) + states)
+    memory = ByteSize(blocks * block + states)
     backend = PagedBackend(config_of(family, kv_cache_memory=memory, max_batch_size=3, max_sequence_length=longest))
     assert backend.runner.vision is not None
     before = backend.runner.vision.num_encoded
@@ -156,6 +165,8 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("qwen3_5", {"quantization": "int8"}),
         ("qwen3_5_moe", {}),
         ("gemma3", {"quantization": "int4"}),
+        ("gemma4", {}),
+        ("gemma4_e", {"quantization": "int8"}),
         ("llava", {"quantization": "int8"}),
         ("mistral3", {"compile_kernels": False}),
     ],
@@ -238,6 +249,17 @@ def test_a_model_that_sees_in_another_way_is_refused(
     config = EngineConfig(model=str(directory_of("llava")), dtype="float32", device="cpu")
     with pytest.raises(ModelLoadError, match="sees images in a way that is not supported"):
         InferenceEngine(config)
+
+
+def test_gemma_4_shows_more_or_fewer_tokens(start: Start, reference_of: Callable[[str], Any]) -> None:
+    """Within the numbers that its processor knows; each in turn as by transformers."""
+    for changes, most in (({"min_pixels": 71 * 64}, 140), ({"max_pixels": 200 * 64, "min_pixels": 10_000}, 140)):
+        engine = start("gemma4", **changes)
+        prompt = ImageText(f"{engine.image_mark} Well?", (picture(160, 90),))
+        (request,), processor = requests_of(engine, [prompt], GREEDY), engine.sight.processor
+        assert processor is not None and 70 < request.images[0].length <= most
+        wanted = expected(reference_of("gemma4"), request, processor, "gemma4", COUNT)
+        assert engine.generate(prompt, GREEDY).token_ids == wanted
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "internvl"])

@@ -135,6 +135,9 @@ def _gemma4(keys: Keys) -> dict[str, Any]:
         "layer_types": kinds,
         "rope_parameters": {_FULL: _proportional(keys), _SLIDING: local_rope(keys, 10000.0)},
         "final_logit_softcapping": keys.find("final_logit_softcapping"),
+        "pad_token_id": keys.gguf.metadata.get("tokenizer.ggml.padding_token_id", 0),
+        # The file does not say it; of the published models those whose layers have no inputs of their own see so.
+        "use_bidirectional_attention": None if shared["hidden_size_per_layer_input"] else "vision",
         "enable_moe_block": router is not None,
         "num_experts": router.shape[0] if router else None,
         "top_k_experts": keys.find("expert_used_count") or None,

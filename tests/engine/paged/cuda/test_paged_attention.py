@@ -52,8 +52,14 @@ def expected(
 
 @pytest.mark.parametrize("programs", [512, 64, 1], ids=["all splits", "two splits", "one split"])
 @pytest.mark.parametrize(
-    ("size", "window", "softcap", "has_sinks"),
-    [(32, None, None, False), (20, 16, None, True), (16, 150, 2.0, False), (16, None, 2.0, True)],
+    ("size", "window", "softcap", "has_sinks", "is_mutual"),
+    [
+        (32, None, None, False, True),
+        (20, 16, None, True, True),
+        (16, 150, 2.0, False, True),
+        (16, None, 2.0, True, True),
+        (32, None, None, False, False),
+    ],
 )
 def test_attention_by_block_table(
     monkeypatch: pytest.MonkeyPatch,
@@ -61,8 +67,10 @@ def test_attention_by_block_table(
     window: int | None,
     softcap: float | None,
     has_sinks: bool,
+    is_mutual: bool,
     programs: int,
 ) -> None:
+    """Where an image's tokens see each other in some groups of layers alone, those of the others are causal."""
     monkeypatch.setattr(paged_attention, "_PROGRAMS", programs)
     generator = torch.Generator().manual_seed(0)
 
@@ -84,13 +92,14 @@ def test_attention_by_block_table(
             table = [-1 if (at + 1) * BLOCK <= cached - window else block for at, block in enumerate(table)]
         segments.append(Segment(range(count), cached, [table], True, ends=ends_of(cached, count)))
         known.append(keys_values)
-    step = pack(segments, [LayerGroup(window, HEADS, num_blocks)], BLOCK, DEVICE, attention.pack_group)
+    step = pack(segments, [LayerGroup(window, HEADS, num_blocks, is_mutual)], BLOCK, DEVICE, attention.pack_group)
     query, new, want = [], [], []
     for index in step.sampled:
         cached, count = SEQUENCES[index]
         query.append(numbers(count, HEADS * GROUP, size))
         new.append(known[index][:, cached:])
-        want.append(expected(query[-1], known[index][0], known[index][1], window, rules, ends_of(cached, count)))
+        ends = ends_of(cached, count) if is_mutual else None
+        want.append(expected(query[-1], known[index][0], known[index][1], window, rules, ends))
     keys_values = torch.cat(new, dim=1).transpose(1, 2).flatten(0, 1)  # [2 H, T, D], not contiguous
     mixed = attention.attend(step.groups[0], pool, torch.cat(query).transpose(0, 1), keys_values, rules)
     torch.testing.assert_close(mixed, torch.cat(want).float(), rtol=1e-4, atol=1e-5)
