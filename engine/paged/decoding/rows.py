@@ -59,17 +59,18 @@ def hook_rows(module: Any, read: Callable[[Tensor, Tensor], Tensor]) -> Callable
     """
     before: list[tuple[Tensor, int | None]] = []
 
-    def narrow(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        ids, places = torch.unique(args[0], return_inverse=True)
+    def narrow(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        name = next((each for each in _IDS if each in named), None)
+        ids, places = torch.unique(args[0] if name is None else named[name], return_inverse=True)
         before.append((module.weight.data, module.padding_idx))
         module.weight.data, module.padding_idx = read(module.weight.data, ids), None
-        return places, *args[1:]
+        return ((places, *args[1:]), named) if name is None else (args, named | {name: places})
 
     def restore(*_: Any) -> None:
         module.weight.data, module.padding_idx = before.pop()
 
     hooks = (
-        module.register_forward_pre_hook(narrow),
+        module.register_forward_pre_hook(narrow, with_kwargs=True),
         module.register_forward_hook(restore, prepend=True, always_call=True),
     )
 

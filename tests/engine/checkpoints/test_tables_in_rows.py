@@ -114,5 +114,6 @@ def test_no_more_rows_are_widened_than_are_looked_up() -> None:
     with in_float32(nn.Sequential(table)):
         found = table(ids)
         assert table.seen == ((4, 8), torch.float32)
+        assert torch.equal(table(input=ids), found), "given by name"
     assert torch.equal(found, table.weight.float()[ids]) and table.padding_idx == 999
     assert table(ids).dtype == torch.bfloat16 and table.seen == ((1000, 8), torch.bfloat16)
