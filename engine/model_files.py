@@ -20,8 +20,7 @@ _LOADING = 1.5  # peak memory over the weights' size, while they are packed
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 _PACKING = 4  # bytes of a number of the weight that is being packed
 _HEADS = ("lm_head.weight", "embed_out.weight")  # the output head's names in weight files
-_EMBEDDING = "embed_tokens.weight"  # how its name in a GGUF file ends, translated
-_TABLE = "embed_tokens_per_layer.weight"  # the same of the embedding that makes inputs of layers
+_EMBEDDING, _TABLE = (f"{name}.weight" for name in TABLES)  # how their names in a GGUF file end, translated
 STATES, LEAST_STATES = 4, 2  # running states for each row: two while a step computes it, the others are checkpoints
 
 
@@ -124,7 +123,7 @@ class ModelFiles(NamedTuple):
             tied = WIDTHS["int8"]
         elif packs and widths and self._keeps_levels(config, device):
             embedding = next((name for name in widths if name.endswith(_EMBEDDING)), "")
-            expands = {name for name in widths if name.removesuffix(".weight").endswith(TABLES)} - self.rows
+            expands = {name for name in widths if name.endswith((_EMBEDDING, _TABLE))} - self.rows
             saved = sum(self.sizes[name] * (self.number - widths[name]) for name in widths.keys() - expands)
             kept = int(lasting - saved)
             tied = widths.get(embedding, tied)

@@ -12,7 +12,7 @@ from .packed import PackedWeight, Packing
 from .quantized import GROUP_SIZE
 
 TABLES = ("embed_tokens", "embed_tokens_per_layer")
-"""How the names of modules of embeddings end."""
+"""How the names of modules of embeddings end: of the first, and of one that makes inputs for layers."""
 
 LARGE_TABLE = 200_000_000
 """Embeddings of so many numbers stay in the blocks of a GGUF file: only in small models it is seen in a step that rows

@@ -11,7 +11,6 @@ from concurrent.futures import wait
 from dataclasses import replace
 from functools import cache
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -266,10 +265,12 @@ def test_a_picture_that_is_seen_as_a_whole_passes_block_by_block(family: str, bl
     assert torch.equal(features, bench.vision._cache[at_once.request.cache_salt, image.identity]), "with the same bits"
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3", "gemma4", "llava", "smolvlm"])
 def test_a_tower_pauses_in_a_model_that_is_known_already(family: str, make: Make) -> None:
+    """Though it is not tried again; one that sees tiles needs no pauses within them."""
     make(family)
     bench = make(family)
+    assert bench.vision.pauses == (family != "smolvlm")
     bench.vision.budget = 0
     seeing = bench.choice("Here is", 1)
     bench.add(seeing)
@@ -354,18 +355,6 @@ def test_pictures_of_a_lower_lane_wait_for_urgent_prompts_alone(make: Make) -> N
     assert [len(parts) for parts in bench.run(high)] == [1] * (SHORT - 1)
     bench.run(low)
     bench.check(low, high)
-
-
-@pytest.mark.parametrize("family", ["gemma4", "llava", "smolvlm"])
-def test_a_model_that_was_loaded_before_pauses_as_it_did(family: str, tmp_path: Path) -> None:
-    """Though its tower is not tried again; one that sees tiles needs no pauses."""
-    directory = make_vision_model(tmp_path / family, family)
-    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_cache_memory": ByteSize(8 << 20)}
-    for _ in range(2):
-        backend = PagedBackend(EngineConfig(model=str(directory), **settings))
-        assert backend.runner.vision is not None
-        assert backend.runner.vision.pauses == (family != "smolvlm")
-        backend.close()
 
 
 def test_a_picture_gets_ready_while_the_batch_is_full(make: Make) -> None:
