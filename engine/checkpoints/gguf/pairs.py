@@ -19,9 +19,15 @@ from .vision import Names, Projector, Vision
 
 _TOKENS = "tokenizer.ggml.tokens"
 _LAYER = "v.blk."
-_IN_TURNS = {"qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"}
-_IN_THREE_DIMENSIONS = {"qwen2vl", *_IN_TURNS}
-"""Language models whose positions have these; those of the former rotate numbers by time, row and column in turns."""
+_IN_TURNS: dict[str, Any] = {"mrope_interleaved": True}  # numbers rotate by time, row and column in turns
+_IN_THREE_DIMENSIONS: dict[str, dict[str, Any]] = {
+    "qwen2vl": {},
+    "qwen3vl": _IN_TURNS,
+    "qwen3vlmoe": _IN_TURNS,
+    "qwen35": {},
+    "qwen35moe": {},
+}
+"""How positions rotate, of language models that have them in three dimensions, besides what their families say."""
 
 
 class _Unsupported(ModelLoadError):
@@ -44,8 +50,7 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
     if architecture in _IN_THREE_DIMENSIONS:
         if (sections := Keys(gguf).sections) is None:
             raise ModelLoadError(f"{gguf.path} has no {architecture}.rope.dimension_sections; convert the model again")
-        text["rope_parameters"] |= {"mrope_section": sections}
-        text["rope_parameters"] |= {"mrope_interleaved": True} if architecture in _IN_TURNS else {}
+        text["rope_parameters"] |= {"mrope_section": sections} | _IN_THREE_DIMENSIONS[architecture]
     model_type, class_name = kind.models.get(architecture, (kind.model_type, kind.class_name))
     return kind.config(vision) | {
         "model_type": model_type,

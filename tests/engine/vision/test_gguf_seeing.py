@@ -104,10 +104,12 @@ def seer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Seer]:
 def test_a_pair_of_files_sees_what_transformers_sees(family: str, seer: Callable[[str], Seer]) -> None:
     """In a batch, alone behind a cached prefix, and from pieces of a prompt."""
     found = seer(family)
-    own, theirs = (
-        load_config(path).vision_config.to_dict() for path in (resolve_model(str(found.gguf)), found.directory)
-    )
+    both = [load_config(path) for path in (resolve_model(str(found.gguf)), found.directory)]
+    own, theirs = (one.vision_config.to_dict() for one in both)
     assert {name for name in theirs if own.get(name) != theirs[name]} <= UNLIKE
+    rotated, wanted = (one.text_config.rope_parameters or {} for one in both)
+    for name in wanted.keys() & {"mrope_section", "mrope_interleaved"}:  # tokens of a model this small do not tell
+        assert rotated.get(name) == wanted[name]
     with InferenceEngine(config(found.gguf)) as engine:
         assert engine.model_info().sees
         requests = requests_of(engine, found.prompts, GREEDY)
