@@ -30,7 +30,7 @@ from ..vision.tower import LanguageModel, Probe, Seen, Vision
 from .attention import Rules, choose_attention, widened, with_rules
 from .decoding.compiled_decoder import RANK_UNIT, CompiledDecoder
 from .decoding.decoder import Decoder
-from .decoding.experts import pack_experts
+from .decoding.experts import take_experts
 from .decoding.linear import Adaptable, Linear, Views, release, replace_linears
 from .decoding.precision import in_float32
 from .decoding.proof import Setting, distance, fault
@@ -104,11 +104,11 @@ class Runner:
         self.allocate([BLOCKS] * len(self.groups))
         self._spans: list[tuple[int, int]] = []  # addresses and sizes of the weights; set by `_fuse`
         self._take_over(partial(self._fuse, make_product), is_plain)
+        for experts in take_experts(model, make_product, kernels, self.device, on_triton=self.on_triton):
+            self.num_weights += experts.num_active_weights
+            self.weight_bytes += experts.active_bytes
+            self._spans += experts.spans
         if self.device.type == "cpu":
-            for experts in pack_experts(model, make_product, kernels):
-                self.num_weights += experts.num_active_weights
-                self.weight_bytes += experts.active_bytes
-                self._spans += experts.spans
             use_large_pages(self._spans)
             return_memory()
         self.uncompiled = self._compile(kernels, context_length, known is not None and known.is_compiled)
@@ -184,10 +184,9 @@ class Runner:
         """Decode with CUDA graphs from now on. Raises `RuntimeError` for a model that cannot be recorded."""
         from .cuda.graphs import DecodeGraphs
 
-        if self.states:
-            raise RuntimeError(f"{self._name} keeps running states")
         arguments = self._packed_groups, self.block_size, context_length, max_batch_size, self.device
-        self._graphs = DecodeGraphs(self._forward, *arguments)
+        slots = self.states.num_slots if self.states else None
+        self._graphs = DecodeGraphs(self._forward, *arguments, slots)
 
     def _pack(self, segments: Sequence[Segment], chosen: Tensor | None = None) -> PackedStep:
         make = self._attention.pack_group

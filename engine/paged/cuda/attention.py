@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
+from triton import next_power_of_2
 
 from ...transfer import upload
 from ..attention import Rules
@@ -54,22 +55,26 @@ class PagedAttention:
     def pool(self, spec: LayerSpec, num_blocks: int) -> PagePool:
         return PagePool(spec, num_blocks, self.block_size, self._dtype, self._device)
 
-    def attend(self, step: PagedStep, pool: PagePool, query: Tensor, keys_values: Tensor, rules: Rules) -> Tensor:
-        """Store this step's keys and values, then attend. [Hq, T, D], [2 H, T, D] → [T, Hq · D]."""
+    def attend(
+        self, step: PagedStep, pool: PagePool, query: Tensor, keys_values: Tensor | None, rules: Rules
+    ) -> Tensor:
+        """Store this step's keys and values, unless the pool has them, then attend. [Hq, T, D], [2 H, T, D] →
+        [T, Hq · D]."""
         num_q_heads, num_tokens, size = query.shape
-        num_kv_heads, padded = len(keys_values) // 2, power_of_2(size)
+        num_kv_heads, padded = pool.keys.shape[2], next_power_of_2(size)
         mixed = query.new_empty((num_tokens, num_q_heads, size))
         pools, sinks, window = (pool.keys, pool.values), rules.sinks, step.window
-        strides, rows = keys_values.stride()[:2], power_of_2(2 * num_kv_heads)
-        kernels.store[(num_tokens,)](keys_values, *strides, step.slots, *pools, num_kv_heads, size, rows, padded)
+        if keys_values is not None:
+            strides, rows = keys_values.stride()[:2], next_power_of_2(2 * num_kv_heads)
+            kernels.store[(num_tokens,)](keys_values, *strides, step.slots, *pools, num_kv_heads, size, rows, padded)
         tables = (step.lengths, step.tables, step.tables.stride(0))
         given = (query, *query.stride()[:2], *pools, *tables, mixed, sinks)
         rule = (rules.scaling * kernels.LOG2_E.value, rules.softcap, window)
         shape = (num_kv_heads, num_q_heads // num_kv_heads, size, padded, self.block_size)
         if count := step.num_decoding:
-            splits = min(32, power_of_2(-(-_PROGRAMS // (count * num_kv_heads))))
+            splits = min(32, next_power_of_2(-(-_PROGRAMS // (count * num_kv_heads))))
             parts = query.new_empty((count, num_q_heads, splits, padded + 2), dtype=torch.float32)
-            sizes = splits, max(16, power_of_2(num_q_heads // num_kv_heads)), self._columns
+            sizes = splits, max(16, next_power_of_2(num_q_heads // num_kv_heads)), self._columns
             kernels.decode[(count, num_kv_heads, splits)](*given, *rule, parts, *shape, *sizes)
             if splits > 1:
                 combined = parts, step.lengths, mixed, sinks, window
@@ -110,8 +115,3 @@ class PagedAttention:
 
     def _put(self, numbers: ArrayLike) -> Tensor:
         return upload(torch.from_numpy(np.asarray(numbers, dtype=np.int32)), self._device)
-
-
-def power_of_2(number: int) -> int:
-    """The least power of 2 that is not below `number`."""
-    return 1 << (number - 1).bit_length()

@@ -1,6 +1,7 @@
 """Decoding steps as CUDA graphs: recorded once for each of a few batch sizes, then replayed with new inputs.
 
-A step of fewer rows is padded: the padding rows write to a block that no request reads, and attend to one token of it.
+A step of fewer rows is padded: the padding rows write to a block that no request reads, and attend to one token of it;
+their running states begin with zeros and go where nobody reads them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..packing import LayerGroup, PackedStep
+from ..state.step import StateStep
 from .attention import PagedStep
 
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
@@ -36,10 +38,12 @@ class DecodeGraphs:
         context_length: int,
         max_batch_size: int,
         device: torch.device,
+        num_slots: int | None = None,
         capture: Capture | None = None,
     ) -> None:
-        """`run` is the forward pass; its shapes may depend only on the number of rows."""
-        self._groups, self._device = groups, device
+        """`run` is the forward pass; its shapes may depend only on the number of rows. Running states are in
+        `num_slots` slots, if the model keeps some."""
+        self._groups, self._device, self._num_slots = groups, device, num_slots
         self._block_size, self._context_length = block_size, context_length
         self._capture = capture or partial(_capture, torch.cuda.graph_pool_handle())
         self._sizes = [size for size in (1, 2, 4, *range(8, max_batch_size, 8)) if size < max_batch_size]
@@ -78,7 +82,11 @@ class DecodeGraphs:
             for group in self._groups
         ]
         zeros = full((size,), 0, torch.long)
-        return PackedStep(zeros, zeros.clone(), torch.arange(size, device=self._device), range(size), steps)
+        keep, states = torch.arange(size, device=self._device), None
+        if self._num_slots is not None:
+            sources, targets = (full((size,), self._num_slots + spare, torch.long) for spare in range(2))
+            states = StateStep(sources, targets, ())
+        return PackedStep(zeros, zeros.clone(), keep, range(size), steps, states=states)
 
     def _fill(self, inputs: PackedStep, step: PackedStep, rows: int) -> None:
         inputs.ids[:rows].copy_(step.ids)
@@ -91,6 +99,10 @@ class DecodeGraphs:
             own.slots[rows:].fill_((group.num_blocks - 1) * self._block_size)
             own.lengths[rows:].fill_(1)
             own.tables[rows:].fill_(group.num_blocks - 1)
+        if self._num_slots is not None and inputs.states is not None and step.states is not None:
+            for spare, (slots, used) in enumerate(zip(inputs.states[:2], step.states[:2], strict=True)):
+                slots[:rows].copy_(used)
+                slots[rows:].fill_(self._num_slots + spare)
 
 
 def _capture(pool: Any, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:

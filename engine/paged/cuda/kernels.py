@@ -1,4 +1,4 @@
-"""The Triton kernels of `PagedAttention` and `cuda_layers`, documented there; scores are exponents of 2."""
+"""The Triton kernels of `PagedAttention`, documented there; scores are exponents of 2."""
 
 import triton
 import triton.language as tl
@@ -234,55 +234,3 @@ def prefill(
     total = tl.where(token < end, total, 1)  # rows past the tile's end may have seen no key
     to = mixed + (token.to(tl.int64)[:, None] * heads * group + number) * head_dim + dim[None, :]
     tl.store(to, (sums / total[:, None]).to(mixed.dtype.element_ty), mask=of_query)
-
-
-@triton.jit
-def add_norm(x, update, total, normed, weight, epsilon, size, padded: tl.constexpr):
-    """One row of `total` = x + update, and of its RMSNorm; without an update, of the norm of x."""
-    at = tl.arange(0, padded)
-    inside = at < size
-    row = tl.program_id(0).to(tl.int64) * size + at
-    number = tl.load(x + row, mask=inside, other=0.0)
-    if update is not None:
-        added = tl.load(update + row, mask=inside, other=0.0)
-        number = (number.to(tl.float32) + added.to(tl.float32)).to(number.dtype)
-        tl.store(total + row, number, mask=inside)
-    wide = number.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + epsilon)
-    weights = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed + row, (wide * scale * weights).to(number.dtype), mask=inside)
-
-
-@triton.jit
-def rotate(
-    heads, head_stride, token_stride, cosines, sines, weights, epsilon, size: tl.constexpr, padded: tl.constexpr
-):
-    """Rotate one head of one token, both halves of it together; before that, norm it where there are weights."""
-    token, head = tl.program_id(0), tl.program_id(1)
-    at = tl.arange(0, padded)
-    inside, half = at < size // 2, size // 2
-    number = heads + head * head_stride + token.to(tl.int64) * token_stride + at
-    first = tl.load(number, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(number + half, mask=inside, other=0.0).to(tl.float32)
-    if weights is not None:
-        scale = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / size + epsilon)
-        weight = weights + head * size + at
-        first *= scale * tl.load(weight, mask=inside, other=0.0).to(tl.float32)
-        second *= scale * tl.load(weight + half, mask=inside, other=0.0).to(tl.float32)
-    angle = token * size + at
-    cos = tl.load(cosines + angle, mask=inside, other=0.0).to(tl.float32)
-    sin = tl.load(sines + angle, mask=inside, other=0.0).to(tl.float32)
-    tl.store(number, (first * cos + second * sin).to(heads.dtype.element_ty), mask=inside)
-    cos = tl.load(cosines + angle + half, mask=inside, other=0.0).to(tl.float32)
-    sin = tl.load(sines + angle + half, mask=inside, other=0.0).to(tl.float32)
-    tl.store(number + half, (second * cos + first * sin).to(heads.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def gate(gates, ups, count, block: tl.constexpr):
-    """One block of SiLU(gates) · ups, in place."""
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    gate = tl.load(gates + at, mask=at < count, other=0.0)
-    up = tl.load(ups + at, mask=at < count, other=0.0).to(tl.float32)
-    wide = gate.to(tl.float32)
-    tl.store(gates + at, (wide * tl.sigmoid(wide) * up).to(gate.dtype), mask=at < count)

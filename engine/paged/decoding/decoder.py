@@ -1,11 +1,12 @@
 """The plain decoder, written out: RMSNorm, rotary attention, gated SiLU, each layer in a handful of operations.
 
 Llama, Mistral, Qwen 2 and 3 and many others have this structure. transformers' modules compute the same with four times
-as many small operations, which on a CPU cost a tenth of a decoding step. There, a layer may have a mixture of experts
-instead of the last product, which its own module computes, or be one of Gemma's, with norms also behind attention and
-product. In the place of attention it may keep a running state: a gated delta net (`state/delta_net.py`), a Mamba-2
-layer (`state/mamba.py`) or a short convolution (`state/short_convolution.py`). Granite's multiply what they add.
-`Decoder.of` checks the structure alone: the caller must compare results with the original model's.
+as many small operations, which on a CPU cost a tenth of a decoding step, and on a GPU may cost most of it. A layer may
+have a mixture of experts instead of the last product, which its own module computes, or be one of Gemma's, with norms
+also behind attention and product. In the place of attention it may keep a running state: a gated delta net
+(`state/delta_net.py`), a Mamba-2 layer (`state/mamba.py`) or a short convolution (`state/short_convolution.py`).
+Granite's multiply what they add. `Decoder.of` checks the structure alone: the caller must compare results with the
+original model's.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Decoder:
         self._sharpening: tuple[float, int] | None = None  # Ministral 3's: by how much, and each so many tokens
         if beta := rope.get("llama_4_scaling_beta"):
             self._sharpening = beta, rope["original_max_position_embeddings"]
-        if self.embedding.is_cuda and find_spec("triton") is not None and self._sharpening is None:
+        if self.embedding.is_cuda and find_spec("triton") is not None:
             from . import cuda_layers
 
             self._through = cuda_layers.through
@@ -186,9 +187,9 @@ def _compute(layer: Layer, x: Tensor, angles: Angles, attention: Attention, stat
     h = layer.mlp_norm(x)
     if layer.beside is not None and layer.mlp_after is not None:
         own = layer.down(layer.up.mul(h, functional.gelu(layer.gate(h), approximate="tanh")))
-        return x + layer.mlp_after(layer.beside.product_after(own) + layer.beside.after(_mix(layer, x)))
+        return x + layer.mlp_after(layer.beside.product_after(own) + layer.beside.after(layer.mix(x)))
     if layer.mixture is not None:
-        x = x.add(_mix(layer, h), alpha=layer.residual)
+        x = x.add(layer.mix(h), alpha=layer.residual)
         if not layer.is_gated:
             return x
     if layer.is_joined:
@@ -206,14 +207,3 @@ def _add(layer: Layer, product: Linear, given: Tensor, x: Tensor, after: Norm | 
     if after is not None:
         return x + after(product(given))
     return product.add(given, x) if layer.residual == 1 else x.add(product(given), alpha=layer.residual)
-
-
-def _mix(layer: Layer, h: Tensor) -> Tensor:
-    """What the chosen experts make of inputs [T, E]."""
-    mixture = layer.mixture
-    if layer.has_share and hasattr(mixture, "experts"):
-        _, shares, chosen = mixture.gate(h)
-        found: Tensor = mixture.experts(h, chosen, shares)
-        return found
-    mixed: Tensor | Sequence[Tensor] = mixture(h[None])  # [1, T, E], or a tuple that starts with it
-    return (mixed if isinstance(mixed, Tensor) else mixed[0])[0]

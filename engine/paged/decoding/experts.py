@@ -9,8 +9,9 @@ The experts' sizes, gates and biases are read as transformers' own functions rea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -28,6 +29,38 @@ _MARKS = ("has_gate", "has_bias", "is_transposed", "num_experts", "_apply_gate",
 """What a class has whose experts transformers can compute with other functions."""
 
 
+class TakenExperts(Protocol):
+    """Experts of a layer in the place of transformers'."""
+
+    @property
+    def num_active_weights(self) -> int:
+        """The numbers of the weights that a token passes."""
+        ...
+
+    @property
+    def active_bytes(self) -> int:
+        """The bytes of the weights that a decoding step of one row reads."""
+        ...
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The addresses and sizes of the weights in the machine's memory."""
+        ...
+
+
+def take_experts(
+    model: Any, make: MakeProduct, kernels: Kernels | None, device: torch.device, *, on_triton: bool
+) -> Sequence[TakenExperts]:
+    """Put the device's experts in the place of transformers'; returns all. Other devices than a CPU need Triton."""
+    if device.type == "cpu":
+        return pack_experts(model, make, kernels)
+    if not on_triton:
+        return ()
+    from .cuda_experts import group_experts
+
+    return group_experts(model)
+
+
 def pack_experts(model: Any, make: MakeProduct, kernels: Kernels | None = None) -> list[PackedExperts]:
     """Put packed experts in the place of transformers'; returns all."""
     for _ in packing_experts(model, make, kernels, lambda experts: True):
@@ -40,8 +73,7 @@ def packing_experts(
 ) -> Iterator[PackedExperts]:
     """Put packed experts in the place of those of transformers' that are `chosen`; yields each when it is there."""
     rooms = Rooms()
-    config: Any = model.config.get_text_config()
-    num_used: int = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
+    num_used = used_by(model)
     for name, parent in list(model.named_modules()):
         for own, module in list(parent.named_children()):
             if is_experts(module) and chosen(module):
@@ -50,6 +82,13 @@ def packing_experts(
                     packed.compile(kernels, rooms)
                 setattr(parent, own, packed)
                 yield packed
+
+
+def used_by(model: Any) -> int:
+    """How many experts a token passes in each layer that has some."""
+    config: Any = model.config.get_text_config()
+    used: int = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
+    return used
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -68,10 +107,7 @@ class PackedExperts(nn.Module):
         self.activate: Callable[[Tensor], Tensor] = experts._apply_gate if experts.has_gate else experts.act_fn
         has_norm = getattr(experts, "has_post_expert_norm", False)
         self._norm: Callable[[Tensor], Tensor] | None = experts.post_expert_norm if has_norm else None
-        self._clamp = _clamp_of(experts)
-        self._has_gelu = self._clamp is None and type(getattr(experts, "act_fn", None)).__name__ in GELU
-        is_gated = self._clamp is not None or self._has_gelu or _is_silu(experts)
-        self._is_known = experts.has_gate and not has_norm and is_gated and _gates_as_usual(experts, self._clamp)
+        self._kind, self._clamp = kind_of(experts), clamp_of(experts)
         self.compiled: Experts | None = None  # set by `compile`
         self._share = num_used / self._num_experts
         self.num_weights = 0
@@ -81,8 +117,8 @@ class PackedExperts(nn.Module):
     def compile(self, kernels: Kernels, rooms: Rooms) -> None:
         """Compute by the kernels from now on, if they know how."""
         inner, outer = ([product.product for product in products] for products in (self._inner, self._outer))
-        if self._is_known:
-            self.compiled = Experts.of(inner, outer, self._clamp, kernels, rooms, self._has_gelu)
+        if self._kind:
+            self.compiled = Experts.of(inner, outer, self._clamp, kernels, rooms, self._kind == "gelu")
 
     @property
     def pairs(self) -> list[tuple[Linear, Linear]]:
@@ -141,16 +177,22 @@ class _Part(nn.Linear):
         pass
 
 
-def _clamp_of(experts: Any) -> Clamp | None:
+def kind_of(experts: Any) -> str:
+    """How experts are gated: "silu", "gelu" or "clamped"; empty if otherwise, or with more behind their products."""
+    if not experts.has_gate or getattr(experts, "has_post_expert_norm", False):
+        return ""
+    if clamp_of(experts) is not None:  # its gates and ups are in turns
+        return "clamped"
+    is_usual = isinstance(experts, PlainExperts) or type(experts)._apply_gate.__name__ == "_default_apply_gate"
+    if not is_usual:  # gates before ups
+        return ""
+    return "gelu" if type(experts.act_fn).__name__ in GELU else "silu" if _is_silu(experts) else ""
+
+
+def clamp_of(experts: Any) -> Clamp | None:
     """The numbers of gates like gpt-oss's; None for others."""
     is_clamped = isinstance(experts, ClampedExperts) or type(experts).__name__ == "GptOssExperts"
     return Clamp(experts.alpha, experts.limit) if is_clamped else None
-
-
-def _gates_as_usual(experts: Any, clamp: Clamp | None) -> bool:
-    """Whether the gates are before the ups, as transformers' own function has them; clamped ones are in turns."""
-    is_usual = isinstance(experts, PlainExperts) or type(experts)._apply_gate.__name__ == "_default_apply_gate"
-    return clamp is not None or is_usual
 
 
 def _is_silu(experts: Any) -> bool:

@@ -114,6 +114,15 @@ class Layer:
         """The names of those of the normalised stream."""
         return ["qkv", "delta_gates", "rates", "decays"] if self.is_delta_net else ["qkv"]
 
+    def mix(self, h: Tensor) -> Tensor:
+        """What the chosen experts make of inputs [T, E]."""
+        if self.has_share and hasattr(self.mixture, "experts"):
+            _, shares, chosen = self.mixture.gate(h)
+            found: Tensor = self.mixture.experts(h, chosen, shares)
+            return found
+        mixed: Tensor | Sequence[Tensor] = self.mixture(h[None])  # [1, T, E], or a tuple that starts with it
+        return (mixed if isinstance(mixed, Tensor) else mixed[0])[0]
+
     def linears(self) -> list[Linear]:
         """Its products in the order of their use, without those of a mixture."""
         return [getattr(self, name) for name in self.names]

@@ -21,7 +21,8 @@ class Norm:
     def __call__(self, x: Tensor) -> Tensor:
         size, weight = x.shape[-1], self.weight if self._is_wide else self.weight.to(x.dtype)
         if x.is_cuda:
-            return functional.rms_norm(x, (size,), weight, self.epsilon)
+            wide = x.to(weight.dtype)  # in which weights of `WIDE` are
+            return functional.rms_norm(wide, (size,), weight, self.epsilon).to(x.dtype)
         both = torch.cat((x, -x), dim=-1)
         return (functional.layer_norm(both, (2 * size,), None, None, self.epsilon)[..., :size] * weight).to(x.dtype)
 

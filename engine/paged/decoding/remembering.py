@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ...cpu.states import Convolution, Delta, Mamba
-from ..state.layer import StateLayer
+from ..state.layer import SPARE, StateLayer
 from ..state.slots import NO_STATE, StateUse
 from .layer import Layer
 from .linear import known_product
@@ -48,7 +48,7 @@ class Remembering:
         self.convolution.inputs = inputs.data_ptr()
         if (own := self.delta or self.mamba) is not None:
             own.states = states[0].data_ptr()
-        return len(inputs) - 1
+        return len(inputs) - SPARE
 
     def _make_delta(self, layer: Layer, address: Callable[[Tensor], int]) -> Delta:
         net: Any = self.module

@@ -106,7 +106,7 @@ def rotates(attention: Any) -> bool:
 
 def is_plain(layer: Any) -> bool:
     own = children(layer)
-    if own == _BEHIND and _is_on_cpu(layer) and _is_gated(layer.mlp):
+    if own == _BEHIND and _is_gated(layer.mlp):
         norms = [layer.post_attention_layernorm, layer.post_feedforward_layernorm]
         return all(map(_is_norm, norms)) and _attends_plainly(layer.self_attn)
     if "mixture" in own:
@@ -114,8 +114,6 @@ def is_plain(layer: Any) -> bool:
             return False
         own = own - {"mixture"} | {"mlp"}
     if not {"mlp", "input_layernorm", "post_attention_layernorm"} <= own:
-        return False
-    if getattr(layer, "residual_multiplier", 1) != 1 and not _is_on_cpu(layer):
         return False
     mlp = part(layer, "mlp") or part(layer, "mixture")
     norms = [part(layer, "input_layernorm"), part(layer, "post_attention_layernorm")]
@@ -130,7 +128,6 @@ def is_plain(layer: Any) -> bool:
         return (
             own - {"conv"} == _LAYER - {"self_attn"}
             and children(layer.conv) == _SHORT_CONVOLUTION
-            and _is_on_cpu(layer)
             and (_is_gated(mlp) or _is_mixture(mlp))
             and all(hasattr(norm, "variance_epsilon") for norm in norms)
         )
@@ -147,7 +144,7 @@ def is_plain(layer: Any) -> bool:
             and (_is_gated(mlp) or _is_mixture(mlp))
             and all(hasattr(norm, "variance_epsilon") for norm in norms)
         )
-    around = _AROUND if own == _LAYER | _AROUND and _is_on_cpu(layer) and _is_gated(mlp) else set[str]()
+    around = _AROUND if own == _LAYER | _AROUND and _is_gated(mlp) else set[str]()
     if own - around != _LAYER or not (_is_gated(mlp) or _is_mixture(mlp)):
         return False
     norms += [part(layer, name) for name in around]
@@ -157,7 +154,7 @@ def is_plain(layer: Any) -> bool:
 def _attends_plainly(attention: Any) -> bool:
     own = children(attention)
     if own in (_SHARING, _WITH_VALUE_NORM, _WITH_VALUE_NORM - {"v_proj"}):
-        if not _is_on_cpu(attention) or ("v_norm" in own and attention.v_norm.with_scale):
+        if "v_norm" in own and attention.v_norm.with_scale:
             return False
     elif own not in (_ATTENTION, _ATTENTION | _HEAD_NORMS):  # latent attention, for example
         return False
@@ -166,15 +163,11 @@ def _attends_plainly(attention: Any) -> bool:
         size = part(attention, f"{name[0]}_proj").out_features if is_wide else attention.head_dim
         if not _is_norm(norm := part(attention, name)) or len(norm.weight) != size:
             return False
-    return not (is_wide or has_gates(attention) or not rotates(attention)) or _is_on_cpu(attention)
+    return True
 
 
 def _is_delta_net(module: Any) -> bool:
-    return (
-        children(module) - {"activation"} == _DELTA_NET
-        and type(module.activation).__name__ in SILU
-        and _is_on_cpu(module)
-    )
+    return children(module) - {"activation"} == _DELTA_NET and type(module.activation).__name__ in SILU
 
 
 def _is_mamba(module: Any) -> bool:
@@ -185,7 +178,6 @@ def _is_mamba(module: Any) -> bool:
         and (module.norm is None or hasattr(module.norm, "group_size"))
         and module.multipliers is None
         and module.in_multiplier == 1
-        and _is_on_cpu(module)
     )
 
 
@@ -196,31 +188,26 @@ def _is_joined(mlp: nn.Module) -> bool:
 
 def _is_gated(mlp: Any) -> bool:
     if _is_joined(mlp):
-        return type(mlp.activation).__name__ in SILU and _is_on_cpu(mlp)
+        return type(mlp.activation).__name__ in SILU
     if children(mlp) == _MLP - {"act_fn"}:  # LFM2's, which are SiLU's
         return True
     if children(mlp) != _MLP:
         return False
     name = type(mlp.act_fn).__name__
-    return name in SILU or (name in GELU and _is_on_cpu(mlp))
+    return name in SILU or name in GELU
 
 
 def _is_mixture(mlp: Any) -> bool:
     own = children(mlp)
-    return (own in _MIXTURES or (own == _SHARED and _is_gated(mlp.shared_expert))) and _is_on_cpu(mlp)
+    return own in _MIXTURES or (own == _SHARED and _is_gated(mlp.shared_expert))
 
 
 def _is_wide(norm: nn.Module) -> bool:
-    return type(norm).__name__ in WIDE and _is_on_cpu(norm)
+    return type(norm).__name__ in WIDE
 
 
 def _is_norm(norm: nn.Module) -> bool:
     return hasattr(norm, "variance_epsilon") or _is_wide(norm)
-
-
-def _is_on_cpu(module: nn.Module) -> bool:
-    """On a GPU the kernels know plain layers alone; transformers' own are recorded for others."""
-    return all(weight.device.type == "cpu" for weight in module.parameters())
 
 
 def children(module: nn.Module) -> set[str]:

@@ -14,12 +14,12 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from .delta_rule import Tokens, in_chunks, one_each
-from .layer import RecurrentLayer, Rule
+from .layer import COLUMNS, RecurrentLayer, Rule, is_silu
 from .step import StateStep
 
 
 class Projected(NamedTuple):
-    """`mixed` [T, C] goes through the convolution: queries, keys and values; `gate` [T, H, V], `b` and `a` [T, H]."""
+    """`mixed` [T, C] goes through the convolution: queries, keys and values; `gate` [T, H · V], `b` and `a` [T, H]."""
 
     mixed: Tensor
     gate: Tensor
@@ -40,6 +40,7 @@ class DeltaNet(RecurrentLayer):
         self.activation: nn.Module = ACT2FN[layer.activation]
         self.decay: Tensor = -layer.A_log.detach().float().exp()  # [H]
         self.dt_bias: Tensor = layer.dt_bias.detach().float()
+        self.has_kernels = self.has_kernels and is_silu(self.activation)
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -51,17 +52,39 @@ class DeltaNet(RecurrentLayer):
 
     def forward(self, hidden_states: Tensor, penstock_states: StateStep | None = None, **_: object) -> Tensor:
         """[1, T, E] → [1, T, E]; `penstock_states` says which slots the row's sequences use."""
-        projected: Tensor = self.out_proj(self.mix(self.project(hidden_states[0]), penstock_states)[None])
+        projected: Tensor = self.out_proj(self.read(self.project(hidden_states[0]), penstock_states)[None])
         return projected
 
-    def mix(self, projected: Projected, step: StateStep | None) -> Tensor:
+    def mix(self, made: Sequence[Tensor], step: StateStep) -> Tensor:
         """What the tokens read from the states that they change, normalised and gated: [T, H · V]."""
-        mixed, gate, b, a = projected
+        mixed, gate, b, a = made
+        gate = gate.view(len(gate), -1, self.value_size)
         tokens = self._tokens(self.activation(self.convolve(mixed, step)), b, a)
-        assert step is not None  # or there is no convolution
         out = self.scan(tokens, step, Rule(one_each, in_chunks))
         normed: Tensor = self.norm(out.to(mixed.dtype).flatten(0, 1), gate.flatten(0, 1))
         return normed.view(len(out), -1)
+
+    def advance(self, made: Sequence[Tensor], sources: Tensor, targets: Tensor) -> Tensor:
+        from triton import next_power_of_2
+
+        from . import kernels
+
+        mixed, gate, b, a = made
+        num_heads, size, width = self.state_shape
+        convolved = torch.empty(mixed.shape, dtype=torch.float32, device=self.device)
+        self.convolve_singles(mixed, sources, targets, convolved, has_silu=True)
+        read = torch.empty((len(mixed), num_heads, width), dtype=torch.float32, device=self.device)
+        rates = b, b.stride(0), a, a.stride(0), self.decay, self.dt_bias
+        shared = self.num_keys, num_heads // self.num_keys
+        sizes = size, width, next_power_of_2(size), COLUMNS
+        grid = len(mixed), num_heads, -(-width // COLUMNS)
+        slots = self._states, sources, targets
+        kernels.delta[grid](convolved, *rates, *slots, read, self.key_size**-0.5, *shared, *sizes)
+        out = torch.empty((len(mixed), num_heads * width), dtype=mixed.dtype, device=self.device)
+        gates = gate.flatten(1)
+        norm = self.norm.weight, self.norm.variance_epsilon, out, width, next_power_of_2(width), False
+        kernels.gated_norm[(len(mixed), num_heads)](read, gates, gates.stride(0), *norm, num_warps=1)
+        return out
 
     def _tokens(self, convolved: Tensor, b: Tensor, a: Tensor) -> Tokens:
         width = self.num_keys * self.key_size
@@ -89,7 +112,7 @@ class NextDeltaNet(DeltaNet):
         query, key, value, gate = self.in_proj_qkvz(x).view(len(x), self.num_keys, -1).split(sizes, dim=-1)
         b, a = self.in_proj_ba(x).view(len(x), self.num_keys, -1).split((shared, shared), dim=-1)
         mixed = torch.cat([each.flatten(1) for each in (query, key, value)], dim=-1)
-        return Projected(mixed, gate.reshape(len(x), -1, self.value_size), b.flatten(1), a.flatten(1))
+        return Projected(mixed, gate.flatten(1), b.flatten(1), a.flatten(1))
 
 
 class SplitDeltaNet(DeltaNet):
@@ -101,13 +124,7 @@ class SplitDeltaNet(DeltaNet):
         self.in_proj_b, self.in_proj_a = layer.in_proj_b, layer.in_proj_a
 
     def project(self, x: Tensor) -> Projected:
-        return self._projected(self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x))
-
-    def read(self, made: Sequence[Tensor], step: StateStep | None) -> Tensor:
-        return self.mix(self._projected(*made), step)
-
-    def _projected(self, mixed: Tensor, gate: Tensor, b: Tensor, a: Tensor) -> Projected:
-        return Projected(mixed, gate.view(len(gate), -1, self.value_size), b, a)
+        return Projected(self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x))
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 _CHUNK = 64  # tokens
 
@@ -45,29 +46,41 @@ def one_each(tokens: Tokens, states: Tensor) -> Tensor:
 
 
 def in_chunks(tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Consecutive tokens of one sequence after `state` [H, D, V]: returns [T, H, V] and the new state."""
-    mixed = []
-    for start in range(0, len(tokens.query), _CHUNK):
-        found, state = _chunk(tokens.part(start, start + _CHUNK), state)
-        mixed.append(found)
-    return torch.cat(mixed), state
+    """Consecutive tokens of one sequence after `state` [H, D, V]: returns [T, H, V] and the new state.
 
-
-def _chunk(tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
-    query, key, value = (tensor.transpose(0, 1) for tensor in tokens[:3])  # [H, C, D]
-    decay, rate = (tensor.T[..., None] for tensor in tokens[3:])  # [H, C, 1]
-    since = decay.cumsum(dim=1)  # the log of the decay since the chunk's beginning, the token's own included
-    count = key.shape[1]
-    later = torch.ones(count, count, dtype=torch.bool, device=key.device).triu(1)
-    between = (since - since.transpose(1, 2)).masked_fill(later, -torch.inf).exp()  # [H, C, C], from column to row
-    faded = since.exp()
+    What depends on the tokens alone is computed for all chunks at once; only what reads the state goes in order.
+    """
+    num_tokens = len(tokens.query)
+    query, key, value = (chunked(tensor, _CHUNK) for tensor in tokens[:3])  # [N, H, C, D]
+    decay, rate = (chunked(tensor[..., None], _CHUNK) for tensor in tokens[3:])  # [N, H, C, 1]
+    since = decay.cumsum(dim=2)  # the log of the decay since the chunk's beginning, the token's own included
+    between = decays_between(since)
+    faded, left = since.exp(), (since[:, :, -1:] - since).exp()
     # What each token writes depends on what earlier ones wrote: a triangular system, solved for the changes of all.
     rated = key * rate
-    system = (rated @ key.transpose(1, 2)) * between
-    changes = torch.linalg.solve_triangular(
-        system, value * rate - (rated * faded) @ state, upper=False, unitriangular=True
-    )
-    mixed = (query * faded) @ state + ((query @ key.transpose(1, 2)) * between) @ changes
-    left = (since[:, -1:] - since).exp()
-    state = state * faded[:, -1:] + (key * left).transpose(1, 2) @ changes
-    return mixed.transpose(0, 1), state
+    system = (rated @ key.transpose(2, 3)) * between
+    sides = torch.cat((value * rate, rated * faded), dim=-1)
+    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+    alone, of_state = solved.split((value.shape[-1], key.shape[-1]), dim=-1)
+    scores = (query @ key.transpose(2, 3)) * between
+    query, key, ends = query * faded, (key * left).transpose(2, 3), faded[:, :, -1:]
+    found = []
+    for at in range(len(query)):
+        changes = torch.baddbmm(alone[at], of_state[at], state, alpha=-1)
+        found.append(torch.baddbmm(torch.bmm(scores[at], changes), query[at], state))
+        state = torch.baddbmm(state * ends[at], key[at], changes)
+    return torch.stack(found).transpose(1, 2).flatten(0, 1)[:num_tokens], state
+
+
+def chunked(x: Tensor, size: int) -> Tensor:
+    """[T, H, D] → [N, H, C, D], N chunks of at most `size` tokens, the last one filled with zeros."""
+    size = min(size, len(x))
+    padded = functional.pad(x, (0, 0, 0, 0, 0, -len(x) % size))
+    return padded.view(-1, size, *x.shape[1:]).transpose(1, 2)
+
+
+def decays_between(since: Tensor) -> Tensor:
+    """The decay from each token of a chunk to each later one, from column to row, [N, H, C, 1] → [N, H, C, C]."""
+    count = since.shape[2]
+    later = torch.ones(count, count, dtype=torch.bool, device=since.device).triu(1)
+    return (since - since.transpose(2, 3)).masked_fill(later, -torch.inf).exp()

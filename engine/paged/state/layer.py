@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from importlib.util import find_spec
 from math import prod
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
@@ -29,6 +30,11 @@ class Tokens(Protocol):
 
 T = TypeVar("T", bound=Tokens)
 
+_CHANNELS, COLUMNS = 256, 32  # of one program: of a convolution, of a state
+
+SPARE = 2
+"""Rooms behind those of the slots: one that stays zero, and one that nobody reads, for rows that only fill a batch."""
+
 
 class Rule(NamedTuple, Generic[T]):
     """How states change. `one_each` takes one token each of N sequences and their states, which it changes in place;
@@ -36,6 +42,11 @@ class Rule(NamedTuple, Generic[T]):
 
     one_each: Callable[[T, Tensor], Tensor]
     in_chunks: Callable[[T, Tensor], tuple[Tensor, Tensor]]
+
+
+def is_silu(activation: nn.Module) -> bool:
+    """Whether it is torch's SiLU, or transformers'."""
+    return type(activation).__name__ in {"SiLU", "SiLUActivation"}
 
 
 class StateLayer(nn.Module):
@@ -49,6 +60,7 @@ class StateLayer(nn.Module):
         self.taps: Tensor = convolution.weight.detach().float().squeeze(1).T.contiguous()  # [K, C]
         self.bias: Tensor | None = None if convolution.bias is None else convolution.bias.detach().float()
         self._inputs = torch.empty(0)  # set by `allocate`
+        self.has_kernels = self.taps.is_cuda and find_spec("triton") is not None  # for rows of one token each
 
     @property
     def device(self) -> torch.device:
@@ -75,11 +87,11 @@ class StateLayer(nn.Module):
         return 2 * self.taps.numel()
 
     def allocate(self, num_slots: int, dtype: torch.dtype, buffer: Tensor) -> None:
-        """Make room for `num_slots` states, and one that stays zero; earlier ones are lost.
+        """Make room for `num_slots` states, and `SPARE` more; earlier ones are lost.
 
         `buffer`, float32, has room for the states of a full batch; layers share it.
         """
-        self._inputs = zeros((num_slots + 1, *self._input_shape), dtype, self.device)
+        self._inputs = zeros((num_slots + SPARE, *self._input_shape), dtype, self.device)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
         """The size of one state."""
@@ -98,12 +110,43 @@ class StateLayer(nn.Module):
 
         `made` [T, …] is what the others made of the row.
         """
-        raise NotImplementedError
-
-    def convolve(self, x: Tensor, step: StateStep | None) -> Tensor:
-        """[T, C] → [T, C] in float32, each sequence after the inputs in its slot."""
         if step is None:
             raise RuntimeError("a layer with a state needs to know the slots of its sequences")
+        count = len(step.sources)
+        if not (self.has_kernels and count):
+            return self.mix(made, step)
+        found = self.advance([each[:count] for each in made], step.sources, step.targets)
+        return torch.cat((found, self.mix([each[count:] for each in made], step.others))) if step.pieces else found
+
+    def mix(self, made: Sequence[Tensor], step: StateStep) -> Tensor:
+        """`read` with torch's operations."""
+        raise NotImplementedError
+
+    def advance(self, made: Sequence[Tensor], sources: Tensor, targets: Tensor) -> Tensor:
+        """`read` with kernels, for rows of one token each."""
+        raise NotImplementedError
+
+    def convolve_singles(
+        self,
+        x: Tensor,
+        sources: Tensor,
+        targets: Tensor,
+        out: Tensor,
+        gates: tuple[Tensor, Tensor] | None = None,
+        *,
+        has_silu: bool = False,
+    ) -> None:
+        """`convolve` with a kernel, for rows of one token each; multiplied by gates before and after it, [T, C] each
+        with the strides of x, or with SiLU."""
+        from . import kernels
+
+        channels = x.shape[1]
+        given = x, x.stride(0), *(gates or (None, None)), self.taps, self.bias, self._inputs, sources, targets, out
+        grid = len(x), -(-channels // _CHANNELS)
+        kernels.convolve[grid](*given, channels, len(self.taps), has_silu, _CHANNELS)
+
+    def convolve(self, x: Tensor, step: StateStep) -> Tensor:
+        """[T, C] → [T, C] in float32, each sequence after the inputs in its slot."""
         num_single = len(step.sources)
         convolved = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         if num_single:
@@ -151,7 +194,7 @@ class RecurrentLayer(StateLayer):
 
     def allocate(self, num_slots: int, dtype: torch.dtype, buffer: Tensor) -> None:
         super().allocate(num_slots, dtype, buffer)
-        self._states = zeros((num_slots + 1, *self.state_shape), torch.float32, self.device)
+        self._states = zeros((num_slots + SPARE, *self.state_shape), torch.float32, self.device)
         self._buffer = buffer.flatten()
 
     def scan(self, tokens: T, step: StateStep, rule: Rule[T]) -> Tensor:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
-from .layer import RecurrentLayer, Rule
+from .delta_rule import chunked, decays_between
+from .layer import COLUMNS, RecurrentLayer, Rule, is_silu
 from .step import StateStep
 
 _CHUNK = 64  # tokens
@@ -56,6 +57,8 @@ class Mamba(RecurrentLayer):
         self.in_multiplier: float = getattr(layer, "ssm_in_multiplier", 1.0)
         multipliers: Tensor | None = getattr(layer, "mup_vector", None)
         self.multipliers = None if multipliers is None else multipliers.detach().flatten()
+        known = self.norm is None or hasattr(self.norm, "group_size")
+        self.has_kernels = self.has_kernels and known and is_silu(self.activation)
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -68,14 +71,11 @@ class Mamba(RecurrentLayer):
         result: Tensor = self.out_proj(self.read([projected], penstock_states)[None])
         return result
 
-    def read(self, made: Sequence[Tensor], step: StateStep | None) -> Tensor:
+    def mix(self, made: Sequence[Tensor], step: StateStep) -> Tensor:
         (projected,) = made
-        if self.multipliers is not None:
-            projected = projected * self.multipliers.to(projected.dtype)
         width, shared = self.num_heads * self.head_size, self.num_groups * self.key_size
-        gate, mixed, dt = torch.split(projected, [width, width + 2 * shared, self.num_heads], dim=-1)
+        gate, mixed, dt = self._parts(projected)
         convolved: Tensor = self.activation(self.convolve(mixed, step))
-        assert step is not None  # or there is no convolution
         x, key, query = torch.split(convolved, [width, shared, shared], dim=-1)
         values = x.view(len(x), self.num_heads, self.head_size)
         steps = functional.softplus(dt.float() + self.dt_bias).clamp(*self.dt_limit)  # [T, H]
@@ -85,6 +85,35 @@ class Mamba(RecurrentLayer):
         said = said.to(projected.dtype)
         out: Tensor = said * functional.silu(gate) if self.norm is None else self.norm(said, gate)
         return out
+
+    def advance(self, made: Sequence[Tensor], sources: Tensor, targets: Tensor) -> Tensor:
+        from triton import next_power_of_2
+
+        from . import kernels
+
+        gate, mixed, dt = self._parts(made[0])
+        num_heads, size, width = self.state_shape
+        convolved = torch.empty(mixed.shape, dtype=torch.float32, device=self.device)
+        self.convolve_singles(mixed, sources, targets, convolved, has_silu=True)
+        read = torch.empty((len(mixed), num_heads * width), dtype=torch.float32, device=self.device)
+        steps = dt, dt.stride(0), self.rate, self.dt_bias, *map(float, self.dt_limit)
+        slots = self.direct, self._states, sources, targets
+        sizes = self.num_groups, size, width, next_power_of_2(size), COLUMNS
+        kernels.mamba[(len(mixed), num_heads, -(-width // COLUMNS))](convolved, *steps, *slots, read, *sizes)
+        out = torch.empty(read.shape, dtype=mixed.dtype, device=self.device)
+        group = read.shape[1] if self.norm is None else int(self.norm.group_size)  # type: ignore[arg-type]
+        norm = (None, 0.0) if self.norm is None else (self.norm.weight, self.norm.variance_epsilon)
+        grid, padded = (len(mixed), read.shape[1] // group), next_power_of_2(group)
+        warps = min(16, max(1, padded // 512))
+        kernels.gated_norm[grid](read, gate, gate.stride(0), *norm, out, group, padded, True, num_warps=warps)
+        return out
+
+    def _parts(self, projected: Tensor) -> tuple[Tensor, ...]:
+        """The gates, what goes through the convolution, and the steps, of a row."""
+        if self.multipliers is not None:
+            projected = projected * self.multipliers.to(projected.dtype)
+        width, shared = self.num_heads * self.head_size, self.num_groups * self.key_size
+        return torch.split(projected, [width, width + 2 * shared, self.num_heads], dim=-1)
 
 
 def one_each(tokens: Tokens, states: Tensor) -> Tensor:
@@ -98,28 +127,26 @@ def one_each(tokens: Tokens, states: Tensor) -> Tensor:
 
 
 def in_chunks(tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Consecutive tokens of one sequence after `state` [H, N, P]: returns [T, H, P] and the new state."""
-    read = []
-    for start in range(0, len(tokens.query), _CHUNK):
-        found, state = _chunk(tokens.part(start, start + _CHUNK), state)
-        read.append(found)
-    return torch.cat(read), state
+    """Consecutive tokens of one sequence after `state` [H, N, P]: returns [T, H, P] and the new state.
+
+    Only the states at the borders of chunks are computed in order.
+    """
+    num_tokens, heads = tokens.value.shape[:2]
+    query, key, value = (chunked(tensor, _CHUNK) for tensor in tokens[:3])  # [B, G or H, C, …]
+    since = chunked(tokens.log_decay[..., None], _CHUNK).cumsum(dim=2)  # [B, H, C, 1], the token's own decay included
+    scores = _for_heads(query @ key.transpose(2, 3), heads, dim=1)
+    query, key = _for_heads(query, heads, dim=1), _for_heads(key, heads, dim=1)
+    left = (since[:, :, -1:] - since).exp()
+    written, ends = (key * left).transpose(2, 3) @ value, since[:, :, -1:].exp()
+    before = []
+    for at in range(len(written)):
+        before.append(state)
+        state = torch.addcmul(written[at], state, ends[at])
+    read = (query * since.exp()) @ torch.stack(before) + (scores * decays_between(since)) @ value
+    return read.transpose(1, 2).flatten(0, 1)[:num_tokens], state
 
 
-def _chunk(tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
-    query, key, value = (tensor.transpose(0, 1) for tensor in tokens[:3])  # [G or H, C, …]
-    since = tokens.log_decay.T[..., None].cumsum(dim=1)  # [H, C, 1], the token's own decay included
-    count, heads = key.shape[1], len(value)
-    later = torch.ones(count, count, dtype=torch.bool, device=key.device).triu(1)
-    between = (since - since.transpose(1, 2)).masked_fill(later, -torch.inf).exp()  # [H, C, C], from column to row
-    scores = _for_heads(query @ key.transpose(1, 2), heads)
-    query, key = _for_heads(query, heads), _for_heads(key, heads)
-    read = (query * since.exp()) @ state + (scores * between) @ value
-    left = (since[:, -1:] - since).exp()
-    return read.transpose(0, 1), state * since[:, -1:].exp() + (key * left).transpose(1, 2) @ value
-
-
-def _for_heads(x: Tensor, heads: int, dim: int = 0) -> Tensor:
+def _for_heads(x: Tensor, heads: int, dim: int) -> Tensor:
     """Repeat what consecutive heads share."""
     shared = heads // x.shape[dim]
     return x if shared == 1 else x.repeat_interleave(shared, dim=dim)

@@ -14,7 +14,8 @@ if TYPE_CHECKING:  # its room imports transformers
 
 
 class States:
-    """Of one model; without `layers` it keeps none. `num_slots` slots are numbered from 0, and one more stays zero."""
+    """Of one model; without `layers` it keeps none. `num_slots` slots are numbered from 0; the next one stays zero, and
+    nobody reads the one behind it."""
 
     def __init__(self, layers: Sequence[StateLayer] = ()) -> None:
         self._layers = layers

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .layer import StateLayer
@@ -24,6 +25,12 @@ class ShortConvolution(StateLayer):
         result: Tensor = self.out_proj(self.read([self.in_proj(hidden_states[0])], penstock_states)[None])
         return result
 
-    def read(self, made: Sequence[Tensor], step: StateStep | None) -> Tensor:
+    def mix(self, made: Sequence[Tensor], step: StateStep) -> Tensor:
         before, after, x = made[0].chunk(3, dim=-1)
         return after * self.convolve(before * x, step).to(x.dtype)
+
+    def advance(self, made: Sequence[Tensor], sources: Tensor, targets: Tensor) -> Tensor:
+        before, after, x = made[0].chunk(3, dim=-1)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        self.convolve_singles(x, sources, targets, out, (before, after))
+        return out

@@ -31,6 +31,13 @@ class StateStep(NamedTuple):
     targets: Tensor
     pieces: Sequence[Piece]
 
+    @property
+    def others(self) -> StateStep:
+        """The pieces alone, as those of a row without the first tokens."""
+        count = len(self.sources)
+        pieces = [piece._replace(start=piece.start - count, end=piece.end - count) for piece in self.pieces]
+        return StateStep(self.sources[:0], self.targets[:0], pieces)
+
 
 def pack_states(
     uses: Sequence[StateUse | None], counts: Sequence[int], zero: int, device: torch.device
