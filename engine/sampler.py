@@ -114,11 +114,14 @@ def sample(logits: Tensor, rows: Sequence[Choice], kernels: Kernels | None = Non
 
 
 def choose(
-    logits: Tensor, rows: Sequence[Choice], kernels: Kernels | None = None, best: Sequence[int] | None = None
+    logits: Tensor,
+    rows: Sequence[Choice],
+    kernels: Kernels | None = None,
+    best: Sequence[int] | Tensor | None = None,
 ) -> DeviceTokens | HostTokens:
     """Choose each row's token at its `index` without waiting for a device; `logits` [B, V] are not changed.
 
-    `kernels`, if given, draw from logits on a CPU. `best` [B], if known, are the results of `_argmax`.
+    `kernels`, if given, draw from logits on a CPU. `best` [B], if known, are the results of `best_tokens`.
     """
     if kernels is not None and best is not None and not any(_asks_more(choice) for choice in rows):
         chosen = list(best)
@@ -129,8 +132,10 @@ def choose(
     logits = logits.cpu() if logits.device.type == "mps" else logits  # mps has no float64
     kinds = [2 if choice.request.params.temperature else int(_is_edited(choice)) for choice in rows]
     plain, edited, drawn = ([row for row, kind in enumerate(kinds) if kind == one] for one in range(3))
-    parts = [_argmax(logits if len(plain) == len(rows) else logits[_put(plain, logits)])] if plain else []
-    parts += [_argmax(_scores(logits, edited, rows), _BLOCK)] if edited else []
+    own = slice(None) if len(plain) == len(rows) else _put(plain, logits)
+    known = best if isinstance(best, Tensor) else None
+    parts = [best_tokens(logits[own]) if known is None else known[own]] if plain else []
+    parts += [best_tokens(_scores(logits, edited, rows), _BLOCK)] if edited else []
     parts += [_draw(_scores(logits, drawn, rows), [rows[row] for row in drawn], kernels)] if drawn else []
     if len(parts) == 1:
         tokens = parts[0]
@@ -172,7 +177,7 @@ def _put(values: ArrayLike, like: Tensor, dtype: torch.dtype = torch.long) -> Te
     return upload(torch.as_tensor(values, dtype=dtype), like.device)
 
 
-def _argmax(scores: Tensor, block: int = 128) -> Tensor:
+def best_tokens(scores: Tensor, block: int = 128) -> Tensor:
     """Each row's best token, [R, V] → [R], or -1 where the best is not finite."""
     if scores.device.type == "cpu" and len(scores) <= _FEW:
         values = scores.float().numpy()
@@ -181,7 +186,7 @@ def _argmax(scores: Tensor, block: int = 128) -> Tensor:
     if scores.shape[-1] > block:  # only `amax` is vectorised: on large vocabularies `max` and `argmax` are far slower
         blocks = _blocks(scores, block)
         first = blocks.amax(-1).max(-1).indices
-        offsets = _argmax(blocks[torch.arange(len(scores), device=scores.device), first])
+        offsets = best_tokens(blocks[torch.arange(len(scores), device=scores.device), first])
         return (first * block + offsets).where(offsets >= 0, -1)
     best, tokens = scores.max(-1)
     return tokens.where(best.isfinite(), -1)

@@ -21,7 +21,7 @@ class Download:
     """Starts copying tensors to the host, with the values that they have at this point of the stream."""
 
     def __init__(self, *tensors: Tensor) -> None:
-        self._copies = [tensor.to("cpu", non_blocking=tensor.is_cuda) for tensor in tensors]  # pinned if non_blocking
+        self._copies = [tensor.to("cpu", non_blocking=tensor.is_cuda, copy=True) for tensor in tensors]  # then pinned
         self._arrived: torch.cuda.Event | None = None  # None: the copies are complete
         if tensors[0].is_cuda:
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]

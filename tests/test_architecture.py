@@ -85,7 +85,7 @@ ROOMS: dict[str, set[str]] = {
         "engine.text",
         "engine.vision",
     },
-    "engine.paged.cuda": {"engine", "engine.paged", "engine.paged.kv"},
+    "engine.paged.cuda": {"engine", "engine.paged", "engine.paged.kv", "engine.paged.state"},
     "engine.paged.decoding": {
         "engine.adapters",
         "engine.checkpoints",

@@ -77,12 +77,13 @@ class PackedStep(NamedTuple):
 class Computed(NamedTuple):
     """The result of a step: logits [K, V], valid until the next step, of the segments with the indices `sampled`.
 
-    `best` [K] are their argmaxes, the first of equals, -1 where the maximum is not finite; None if not computed.
+    `best` [K] are their argmaxes, the first of equals, -1 where the maximum is not finite, perhaps still on the device;
+    None if not computed.
     """
 
     logits: Tensor
     sampled: Sequence[int]
-    best: Sequence[int] | None = None
+    best: Sequence[int] | Tensor | None = None
 
 
 class PackedSegments(NamedTuple):

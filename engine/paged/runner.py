@@ -26,6 +26,7 @@ from ..adapters.low_rank import Adaptation, place
 from ..cpu.library import Kernels, span
 from ..cpu.process import return_memory, use_large_pages
 from ..plain.model import PlainModel
+from ..sampler import best_tokens
 from ..vision.tower import LanguageModel, Probe, Seen, Vision
 from .attention import Rules, choose_attention, widened, with_rules
 from .decoding.compiled_decoder import RANK_UNIT, CompiledDecoder
@@ -163,10 +164,10 @@ class Runner:
 
     @torch.inference_mode()
     def _compute(self, segments: Sequence[Segment], chosen: Tensor | None = None) -> Computed:
+        if self._graphs is not None and (computed := self._graphs(segments, chosen)) is not None:
+            return computed
         step = self._pack(segments, chosen)
-        plain = not (step.users or step.images or step.positions.ndim > 1)
-        logits = self._graphs(step) if self._graphs is not None and plain else None
-        return Computed(self._forward(step) if logits is None else logits, step.sampled)
+        return Computed(self._forward(step), step.sampled)
 
     @property
     def slow_adapters(self) -> str:
@@ -183,10 +184,11 @@ class Runner:
     def record_graphs(self, context_length: int, max_batch_size: int) -> None:
         """Decode with CUDA graphs from now on. Raises `RuntimeError` for a model that cannot be recorded."""
         from .cuda.graphs import DecodeGraphs
+        from .cuda.inputs import Shape
 
-        arguments = self._packed_groups, self.block_size, context_length, max_batch_size, self.device
-        slots = self.states.num_slots if self.states else None
-        self._graphs = DecodeGraphs(self._forward, *arguments, slots)
+        slots, width = self.states.num_slots if self.states else None, -(-context_length // self.block_size)
+        shape = Shape(self._packed_groups, self.block_size, width, slots, max_batch_size, self.device)
+        self._graphs = DecodeGraphs(self._forward, best_tokens, shape)
 
     def _pack(self, segments: Sequence[Segment], chosen: Tensor | None = None) -> PackedStep:
         make = self._attention.pack_group

@@ -20,10 +20,12 @@ from penstock.engine.choice import Choice
 from penstock.engine.paged import backend as paged
 from penstock.engine.paged.attention_hook import ATTENTION
 from penstock.engine.paged.cuda import attention as paged_attention
-from penstock.engine.paged.cuda.graphs import DecodeGraphs
+from penstock.engine.paged.cuda.graphs import DecodeGraphs, Results
+from penstock.engine.paged.cuda.inputs import Shape
 from penstock.engine.paged.packing import Segment
 from penstock.engine.paged.quantization.quantize import ProductMaker
 from penstock.engine.paged.runner import Runner
+from penstock.engine.sampler import best_tokens
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CONTEXT = 160
@@ -105,22 +107,24 @@ class Capture:
     def __init__(self) -> None:
         self.replays = 0
 
-    def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        result = function().clone()
+    def __call__(self, function: Callable[[], Results]) -> tuple[Callable[[], None], Results]:
+        logits, best = (one.clone() for one in function())
 
         def replay() -> None:
             self.replays += 1
-            result.copy_(function())
+            for held, made in zip((logits, best), function(), strict=True):
+                held.copy_(made)
 
-        return replay, result
+        return replay, (logits, best)
 
 
 @torch.inference_mode()
 def record(runner: Runner) -> Capture:
     """Decode up to four rows by graphs from now on."""
     capture = Capture()
-    arguments = runner._forward, runner._packed_groups, runner.block_size, CONTEXT, 4, DEVICE
-    runner._graphs = DecodeGraphs(*arguments, capture=capture)
+    slots = runner.states.num_slots if runner.states else None
+    shape = Shape(runner._packed_groups, runner.block_size, CONTEXT // runner.block_size, slots, 4, DEVICE)
+    runner._graphs = DecodeGraphs(runner._forward, best_tokens, shape, capture)
     return capture
 
 
