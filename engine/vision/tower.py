@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.backends import cudnn
 
 from ...schemas.errors import ModelLoadError
 from ..request import EngineRequest
@@ -237,7 +238,9 @@ class Vision:
         ]
 
     def _pass(self, inputs: dict[str, Tensor]) -> Tensor:
-        return _stacked(self._body.get_image_features(**inputs, return_dict=True))
+        is_cuda = self._device.type == "cuda"  # whose convolutions of float32 have ten bits by default
+        with cudnn.flags(enabled=True, allow_tf32=False) if is_cuda else nullcontext():
+            return _stacked(self._body.get_image_features(**inputs, return_dict=True))
 
     @contextmanager
     def _noting(self) -> Iterator[list[Tensor]]:

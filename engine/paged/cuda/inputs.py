@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..packing import LayerGroup, PackedStep, Segment
 from ..state.slots import NO_STATE
-from ..state.step import StateStep
+from ..state.step import StateStep, Wave
 from .attention import PagedStep
 
 _WIDE, _NARROW = 8, 4  # bytes of a number
@@ -43,14 +43,16 @@ class DecodeInputs:
         self._memory = torch.empty(self._fixed, dtype=torch.uint8, device=shape.device)
         wide, lengths = self._parts(self._memory)
         ids, positions, *slots = wide
-        states = None if shape.num_slots is None else StateStep(slots.pop(-2), slots.pop(), ())
+        states, keep = None, torch.arange(size, device=shape.device)
+        if shape.num_slots is not None:
+            used = slots.pop(-2), slots.pop()
+            states = StateStep(*used, (), [Wave(keep, keep + 1, *used, 1)])
         bounds = torch.arange(size + 1, dtype=torch.int32, device=shape.device)
         self._tables = [torch.zeros((size, shape.width), dtype=torch.int32, device=shape.device) for _ in shape.groups]
         steps = [
             PagedStep(own, bounds, length, table, bounds.new_empty((0, 2)), size, group.window)
             for group, own, length, table in zip(shape.groups, slots, lengths, self._tables, strict=True)
         ]
-        keep = torch.arange(size, device=shape.device)
         self._step = PackedStep(ids, positions, keep, range(size), steps, states=states)
         self.fill(())
 

@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 
 from .delta_rule import Tokens, in_chunks, one_each
 from .layer import COLUMNS, RecurrentLayer, Rule, is_silu
-from .step import StateStep
+from .step import StateStep, Wave
 
 
 class Projected(NamedTuple):
@@ -64,7 +64,7 @@ class DeltaNet(RecurrentLayer):
         normed: Tensor = self.norm(out.to(mixed.dtype).flatten(0, 1), gate.flatten(0, 1))
         return normed.view(len(out), -1)
 
-    def advance(self, made: Sequence[Tensor], sources: Tensor, targets: Tensor) -> Tensor:
+    def advance(self, made: Sequence[Tensor], waves: Sequence[Wave]) -> Tensor:
         from triton import next_power_of_2
 
         from . import kernels
@@ -72,14 +72,15 @@ class DeltaNet(RecurrentLayer):
         mixed, gate, b, a = made
         num_heads, size, width = self.state_shape
         convolved = torch.empty(mixed.shape, dtype=torch.float32, device=self.device)
-        self.convolve_singles(mixed, sources, targets, convolved, has_silu=True)
+        self.convolve_pieces(mixed, waves, convolved, has_silu=True)
         read = torch.empty((len(mixed), num_heads, width), dtype=torch.float32, device=self.device)
         rates = b, b.stride(0), a, a.stride(0), self.decay, self.dt_bias
         shared = self.num_keys, num_heads // self.num_keys
         sizes = size, width, next_power_of_2(size), COLUMNS
-        grid = len(mixed), num_heads, -(-width // COLUMNS)
-        slots = self._states, sources, targets
-        kernels.delta[grid](convolved, *rates, *slots, read, self.key_size**-0.5, *shared, *sizes)
+        for wave in waves:
+            given = convolved, *rates, self._states, *wave[:4], read, self.key_size**-0.5
+            grid = len(wave.starts), num_heads, -(-width // COLUMNS)
+            kernels.delta[grid](*given, *shared, *sizes, num_warps=1)
         out = torch.empty((len(mixed), num_heads * width), dtype=mixed.dtype, device=self.device)
         gates = gate.flatten(1)
         norm = self.norm.weight, self.norm.variance_epsilon, out, width, next_power_of_2(width), False

@@ -1,7 +1,8 @@
-"""The Triton kernels of rows of one token each, which the classes beside this file document.
+"""The Triton kernels of layers with a running state, which the classes beside this file document.
 
-A row reads the slot `sources[row]` and writes `targets[row]`, which no row of the step reads. All is computed in
-float32.
+A piece is a sequence's tokens of the packed row from `starts[piece]` to `ends[piece]`: it reads the slot
+`sources[piece]` and leaves its state in `targets[piece]`, which no other piece of the launch reads or writes. One token
+at a time makes the same states as all in one piece, bit for bit. All is computed in float32.
 """
 
 import triton
@@ -17,6 +18,8 @@ def convolve(
     taps,
     bias,
     inputs,
+    starts,
+    ends,
     sources,
     targets,
     out,
@@ -25,31 +28,39 @@ def convolve(
     has_silu: tl.constexpr,
     block: tl.constexpr,
 ):
-    """A convolution's output for one token of some channels; x, and where there are gates `before` and `after` it,
-    have rows of this stride."""
-    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
+    """A convolution's output for one token of a piece and some channels; x, and where there are gates `before` and
+    `after` it, have rows of this stride. The last token leaves the piece's last inputs."""
+    piece, at = tl.program_id(0), tl.program_id(2) * block + tl.arange(0, block)
+    start, end = tl.load(starts + piece), tl.load(ends + piece)
+    token = start + tl.program_id(1)
+    if token >= end:
+        return
     inside = at < channels
-    source = tl.load(sources + row) * (num_taps - 1)
-    target = tl.load(targets + row) * (num_taps - 1)
+    source = tl.load(sources + piece) * (num_taps - 1)
+    target = tl.load(targets + piece) * (num_taps - 1)
     sums = tl.zeros((block,), tl.float32)
-    for tap in tl.static_range(num_taps - 1):
-        number = tl.load(inputs + (source + tap) * channels + at, mask=inside, other=0.0)
+    for tap in tl.static_range(num_taps):
+        other = token - (num_taps - 1) + tap
+        is_new = inside & (at * 0 + other >= start)
+        number = tl.load(x + other * stride + at, mask=is_new, other=0.0)
+        if before is not None:
+            number *= tl.load(before + other * stride + at, mask=is_new, other=0.0)
+        number = number.to(inputs.dtype.element_ty)
+        if tap < num_taps - 1:
+            kept = source + num_taps - 1 + other - start
+            is_old = inside & (at * 0 + other < start)
+            number += tl.load(inputs + kept * channels + at, mask=is_old, other=0.0)
         sums += number.to(tl.float32) * tl.load(taps + tap * channels + at, mask=inside, other=0.0)
         if tap > 0:
-            tl.store(inputs + (target + tap - 1) * channels + at, number, mask=inside)
-    number = tl.load(x + row * stride + at, mask=inside, other=0.0)
-    if before is not None:
-        number *= tl.load(before + row * stride + at, mask=inside, other=0.0)
-    number = number.to(inputs.dtype.element_ty)
-    tl.store(inputs + (target + num_taps - 2) * channels + at, number, mask=inside)
-    sums += number.to(tl.float32) * tl.load(taps + (num_taps - 1) * channels + at, mask=inside, other=0.0)
+            is_last = inside & (at * 0 + token + 1 == end)
+            tl.store(inputs + (target + tap - 1) * channels + at, number, mask=is_last)
     if bias is not None:
         sums += tl.load(bias + at, mask=inside, other=0.0)
     if has_silu:
         sums *= tl.sigmoid(sums)
     if after is not None:
-        sums *= tl.load(after + row * stride + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * channels + at, sums.to(out.dtype.element_ty), mask=inside)
+        sums *= tl.load(after + token * stride + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * channels + at, sums.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -72,6 +83,8 @@ def delta(
     decay,
     dt_bias,
     states,
+    starts,
+    ends,
     sources,
     targets,
     out,
@@ -83,29 +96,33 @@ def delta(
     padded: tl.constexpr,
     block: tl.constexpr,
 ):
-    """The delta rule for one token, one head and some columns of its state [size, width]. `given` are queries and keys
+    """The delta rule for one piece, one head and some columns of its state [size, width]. `given` are queries and keys
     of `keys` heads, each for `shared` heads of values, and the values."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    piece, head = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(1)
     dim, column = tl.arange(0, padded), tl.program_id(2) * block + tl.arange(0, block)
     inside, there = dim < size, column < width
     channels = 2 * keys * size + heads * width
-    own = given + row * channels + (head // shared) * size + dim
-    query = _unit(tl.load(own, mask=inside, other=0.0)) * scale
-    key = _unit(tl.load(own + keys * size, mask=inside, other=0.0))
-    value = tl.load(given + row * channels + 2 * keys * size + head * width + column, mask=there, other=0.0)
-    rate = tl.sigmoid(tl.load(rates + row * rate_stride + head).to(tl.float32))
-    step = _softplus(tl.load(decays + row * decay_stride + head).to(tl.float32) + tl.load(dt_bias + head))
+    own = given + (head // shared) * size + dim
+    values = given + 2 * keys * size + head * width + column
     at = dim[:, None] * width + column[None, :]
     both = inside[:, None] & there[None, :]
-    source = (tl.load(sources + row) * heads + head) * (size * width)
-    state = tl.load(states + source + at, mask=both, other=0.0) * tl.exp(step * tl.load(decay + head))
-    change = (value - tl.sum(state * key[:, None], 0)) * rate
-    state += key[:, None] * change[None, :]
-    target = (tl.load(targets + row) * heads + head) * (size * width)
+    bias, fading = tl.load(dt_bias + head), tl.load(decay + head)
+    source = (tl.load(sources + piece) * heads + head) * (size * width)
+    state = tl.load(states + source + at, mask=both, other=0.0)
+    for token in range(tl.load(starts + piece), tl.load(ends + piece)):
+        query = _unit(tl.load(own + token * channels, mask=inside, other=0.0)) * scale
+        key = _unit(tl.load(own + token * channels + keys * size, mask=inside, other=0.0))
+        value = tl.load(values + token * channels, mask=there, other=0.0)
+        rate = tl.sigmoid(tl.load(rates + token * rate_stride + head).to(tl.float32))
+        step = _softplus(tl.load(decays + token * decay_stride + head).to(tl.float32) + bias)
+        state *= tl.exp(step * fading)
+        change = (value - tl.sum(state * key[:, None], 0)) * rate
+        state += key[:, None] * change[None, :]
+        found = tl.sum(state * query[:, None], 0)
+        tl.store(out + (token * heads + head) * width + column, found, mask=there)
+    target = (tl.load(targets + piece) * heads + head) * (size * width)
     tl.store(states + target + at, state, mask=both)
-    found = tl.sum(state * query[:, None], 0)
-    tl.store(out + (row * heads + head) * width + column, found, mask=there)
 
 
 @triton.jit
@@ -119,6 +136,8 @@ def mamba(
     most,
     direct,
     states,
+    starts,
+    ends,
     sources,
     targets,
     out,
@@ -128,28 +147,31 @@ def mamba(
     padded: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Mamba-2's rule for one token, one head and some columns of its state [size, width]. `given` are the heads'
+    """Mamba-2's rule for one piece, one head and some columns of its state [size, width]. `given` are the heads'
     values, and the keys and queries of `groups`."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    piece, head = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(1)
     dim, column = tl.arange(0, padded), tl.program_id(2) * block + tl.arange(0, block)
     inside, there = dim < size, column < width
-    own = given + row * (heads * width + 2 * groups * size)
-    shared = own + heads * width + (head // (heads // groups)) * size + dim
-    key = tl.load(shared, mask=inside, other=0.0)
-    query = tl.load(shared + groups * size, mask=inside, other=0.0)
-    value = tl.load(own + head * width + column, mask=there, other=0.0)
-    step = _softplus(tl.load(steps + row * stride + head).to(tl.float32) + tl.load(dt_bias + head))
-    step = tl.minimum(tl.maximum(step, least), most)
+    channels = heads * width + 2 * groups * size
+    shared = given + heads * width + (head // (heads // groups)) * size + dim
+    values = given + head * width + column
     at = dim[:, None] * width + column[None, :]
     both = inside[:, None] & there[None, :]
-    source = (tl.load(sources + row) * heads + head) * (size * width)
-    state = tl.load(states + source + at, mask=both, other=0.0) * tl.exp(step * tl.load(rate + head))
-    state += key[:, None] * (value * step)[None, :]
-    target = (tl.load(targets + row) * heads + head) * (size * width)
+    bias, fading, share = tl.load(dt_bias + head), tl.load(rate + head), tl.load(direct + head)
+    source = (tl.load(sources + piece) * heads + head) * (size * width)
+    state = tl.load(states + source + at, mask=both, other=0.0)
+    for token in range(tl.load(starts + piece), tl.load(ends + piece)):
+        key = tl.load(shared + token * channels, mask=inside, other=0.0)
+        query = tl.load(shared + token * channels + groups * size, mask=inside, other=0.0)
+        value = tl.load(values + token * channels, mask=there, other=0.0)
+        step = _softplus(tl.load(steps + token * stride + head).to(tl.float32) + bias)
+        step = tl.minimum(tl.maximum(step, least), most)
+        state = state * tl.exp(step * fading) + key[:, None] * (value * step)[None, :]
+        found = tl.sum(state * query[:, None], 0) + value * share
+        tl.store(out + (token * heads + head) * width + column, found, mask=there)
+    target = (tl.load(targets + piece) * heads + head) * (size * width)
     tl.store(states + target + at, state, mask=both)
-    found = tl.sum(state * query[:, None], 0) + value * tl.load(direct + head)
-    tl.store(out + (row * heads + head) * width + column, found, mask=there)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kv.kv_cache import zeros
-from .step import StateStep
+from .step import StateStep, Wave
 
 
 class Tokens(Protocol):
@@ -30,7 +30,7 @@ class Tokens(Protocol):
 
 T = TypeVar("T", bound=Tokens)
 
-_CHANNELS, COLUMNS = 256, 32  # of one program: of a convolution, of a state
+_CHANNELS, COLUMNS = 256, 16  # of one program: of a convolution, of a state
 
 SPARE = 2
 """Rooms behind those of the slots: one that stays zero, and one that nobody reads, for rows that only fill a batch."""
@@ -60,7 +60,7 @@ class StateLayer(nn.Module):
         self.taps: Tensor = convolution.weight.detach().float().squeeze(1).T.contiguous()  # [K, C]
         self.bias: Tensor | None = None if convolution.bias is None else convolution.bias.detach().float()
         self._inputs = torch.empty(0)  # set by `allocate`
-        self.has_kernels = self.taps.is_cuda and find_spec("triton") is not None  # for rows of one token each
+        self.has_kernels = self.taps.is_cuda and find_spec("triton") is not None
 
     @property
     def device(self) -> torch.device:
@@ -112,38 +112,35 @@ class StateLayer(nn.Module):
         """
         if step is None:
             raise RuntimeError("a layer with a state needs to know the slots of its sequences")
-        count = len(step.sources)
-        if not (self.has_kernels and count):
-            return self.mix(made, step)
-        found = self.advance([each[:count] for each in made], step.sources, step.targets)
-        return torch.cat((found, self.mix([each[count:] for each in made], step.others))) if step.pieces else found
+        return self.advance(made, step.waves) if self.has_kernels else self.mix(made, step)
 
     def mix(self, made: Sequence[Tensor], step: StateStep) -> Tensor:
         """`read` with torch's operations."""
         raise NotImplementedError
 
-    def advance(self, made: Sequence[Tensor], sources: Tensor, targets: Tensor) -> Tensor:
-        """`read` with kernels, for rows of one token each."""
+    def advance(self, made: Sequence[Tensor], waves: Sequence[Wave]) -> Tensor:
+        """`read` with kernels."""
         raise NotImplementedError
 
-    def convolve_singles(
+    def convolve_pieces(
         self,
         x: Tensor,
-        sources: Tensor,
-        targets: Tensor,
+        waves: Sequence[Wave],
         out: Tensor,
         gates: tuple[Tensor, Tensor] | None = None,
         *,
         has_silu: bool = False,
     ) -> None:
-        """`convolve` with a kernel, for rows of one token each; multiplied by gates before and after it, [T, C] each
-        with the strides of x, or with SiLU."""
+        """`convolve` with kernels; multiplied by gates before and after it, [T, C] each with the strides of x, or with
+        SiLU."""
         from . import kernels
 
         channels = x.shape[1]
-        given = x, x.stride(0), *(gates or (None, None)), self.taps, self.bias, self._inputs, sources, targets, out
-        grid = len(x), -(-channels // _CHANNELS)
-        kernels.convolve[grid](*given, channels, len(self.taps), has_silu, _CHANNELS)
+        given = x, x.stride(0), *(gates or (None, None)), self.taps, self.bias, self._inputs
+        sizes = channels, len(self.taps), has_silu, _CHANNELS
+        for wave in waves:
+            grid = len(wave.starts), wave.longest, -(-channels // _CHANNELS)
+            kernels.convolve[grid](*given, *wave[:4], out, *sizes)
 
     def convolve(self, x: Tensor, step: StateStep) -> Tensor:
         """[T, C] → [T, C] in float32, each sequence after the inputs in its slot."""

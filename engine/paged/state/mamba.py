@@ -20,7 +20,7 @@ from transformers.activations import ACT2FN
 
 from .delta_rule import chunked, decays_between
 from .layer import COLUMNS, RecurrentLayer, Rule, is_silu
-from .step import StateStep
+from .step import StateStep, Wave
 
 _CHUNK = 64  # tokens
 
@@ -86,7 +86,7 @@ class Mamba(RecurrentLayer):
         out: Tensor = said * functional.silu(gate) if self.norm is None else self.norm(said, gate)
         return out
 
-    def advance(self, made: Sequence[Tensor], sources: Tensor, targets: Tensor) -> Tensor:
+    def advance(self, made: Sequence[Tensor], waves: Sequence[Wave]) -> Tensor:
         from triton import next_power_of_2
 
         from . import kernels
@@ -94,12 +94,14 @@ class Mamba(RecurrentLayer):
         gate, mixed, dt = self._parts(made[0])
         num_heads, size, width = self.state_shape
         convolved = torch.empty(mixed.shape, dtype=torch.float32, device=self.device)
-        self.convolve_singles(mixed, sources, targets, convolved, has_silu=True)
+        self.convolve_pieces(mixed, waves, convolved, has_silu=True)
         read = torch.empty((len(mixed), num_heads * width), dtype=torch.float32, device=self.device)
         steps = dt, dt.stride(0), self.rate, self.dt_bias, *map(float, self.dt_limit)
-        slots = self.direct, self._states, sources, targets
         sizes = self.num_groups, size, width, next_power_of_2(size), COLUMNS
-        kernels.mamba[(len(mixed), num_heads, -(-width // COLUMNS))](convolved, *steps, *slots, read, *sizes)
+        for wave in waves:
+            given = convolved, *steps, self.direct, self._states, *wave[:4], read
+            grid = len(wave.starts), num_heads, -(-width // COLUMNS)
+            kernels.mamba[grid](*given, *sizes, num_warps=1)
         out = torch.empty(read.shape, dtype=mixed.dtype, device=self.device)
         group = read.shape[1] if self.norm is None else int(self.norm.group_size)  # type: ignore[arg-type]
         norm = (None, 0.0) if self.norm is None else (self.norm.weight, self.norm.variance_epsilon)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .layer import StateLayer
-from .step import StateStep
+from .step import StateStep, Wave
 
 
 class ShortConvolution(StateLayer):
@@ -29,8 +29,8 @@ class ShortConvolution(StateLayer):
         before, after, x = made[0].chunk(3, dim=-1)
         return after * self.convolve(before * x, step).to(x.dtype)
 
-    def advance(self, made: Sequence[Tensor], sources: Tensor, targets: Tensor) -> Tensor:
+    def advance(self, made: Sequence[Tensor], waves: Sequence[Wave]) -> Tensor:
         before, after, x = made[0].chunk(3, dim=-1)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        self.convolve_singles(x, sources, targets, out, (before, after))
+        self.convolve_pieces(x, waves, out, (before, after))
         return out

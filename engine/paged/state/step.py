@@ -21,22 +21,27 @@ class Piece(NamedTuple):
     target: int
 
 
+class Wave(NamedTuple):
+    """Pieces that do not depend on each other, as tensors [N] of what `Piece` has, and the most tokens of one."""
+
+    starts: Tensor
+    ends: Tensor
+    sources: Tensor
+    targets: Tensor
+    longest: int
+
+
 class StateStep(NamedTuple):
     """The first tokens of the row continue a sequence each, from the slots `sources` [N] to `targets` [N].
 
-    The others belong to `pieces`; one may read what an earlier one wrote.
+    The others belong to `pieces`; one may read what an earlier one wrote. `waves` are all of them in an order in which
+    each reads what is there.
     """
 
     sources: Tensor
     targets: Tensor
     pieces: Sequence[Piece]
-
-    @property
-    def others(self) -> StateStep:
-        """The pieces alone, as those of a row without the first tokens."""
-        count = len(self.sources)
-        pieces = [piece._replace(start=piece.start - count, end=piece.end - count) for piece in self.pieces]
-        return StateStep(self.sources[:0], self.targets[:0], pieces)
+    waves: Sequence[Wave] = ()
 
 
 def pack_states(
@@ -51,6 +56,7 @@ def pack_states(
     sources: list[int] = []
     targets: list[int] = []
     pieces: list[Piece] = []
+    waves: list[list[Piece]] = []
     start = 0
     for use, count in zip(uses, counts, strict=True):
         assert use is not None, "a segment without a slot"
@@ -58,11 +64,21 @@ def pack_states(
         if count == 1:
             sources.append(source)
             targets.append(use.target)
-        else:
-            begin = start
-            for num_tokens, slot in (*use.captures, (count, use.target)):
-                pieces.append(Piece(begin, start + num_tokens, source, slot))
-                begin, source = start + num_tokens, slot
+        begin = start
+        for depth, (num_tokens, slot) in enumerate((*use.captures, (count, use.target))):
+            piece = Piece(begin, start + num_tokens, source, slot)
+            pieces += [piece] if count > 1 else []
+            waves += [[]] if depth == len(waves) else []
+            waves[depth].append(piece)
+            begin, source = piece.end, slot
         start += count
     read, written = (upload(torch.tensor(slots, dtype=torch.long), device) for slots in (sources, targets))
-    return StateStep(read, written, pieces)
+    return StateStep(read, written, pieces, _on_device(waves, device))
+
+
+def _on_device(waves: Sequence[Sequence[Piece]], device: torch.device) -> list[Wave]:
+    """The same on a device."""
+    rows = upload(torch.tensor([piece for wave in waves for piece in wave], dtype=torch.long).T.contiguous(), device)
+    parts = rows.split([len(wave) for wave in waves], dim=1)
+    longest = (max(piece.end - piece.start for piece in wave) for wave in waves)
+    return [Wave(*part.contiguous(), most) for part, most in zip(parts, longest, strict=True)]
