@@ -92,8 +92,8 @@ class DecodeInputs:
             wide[-1][:rows], wide[-1][rows:] = [use.target for use in used], shape.num_slots + 1
         there = sent.to(shape.device, non_blocking=True)
         self._memory.copy_(there[: self._fixed])
-        for own, table in zip(self._tables, self._table_parts(there, width), strict=True):
-            own[:, :width].copy_(table)
+        for own, given in zip(self._tables, self._table_parts(there, width), strict=True):
+            own[:, :width].copy_(given)
 
     def _parts(self, memory: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Numbers of 64 bits, [size] each: ids, positions, each group's slots, and the slots of states, if there are

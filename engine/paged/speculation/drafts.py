@@ -166,7 +166,7 @@ class Speculation:
                     logits[at[0] : at[-1] + 1] if at == [*range(at[0], at[-1] + 1)] else logits[at],
                     [one.row.choice for one in going],
                     kernels,
-                    None if best is None else [best[index] for index in at],
+                    [best[index] for index in at] if isinstance(best, Sequence) else None,
                 )
             except Exception:
                 if not depth:

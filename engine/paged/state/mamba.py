@@ -100,8 +100,8 @@ class Mamba(RecurrentLayer):
         sizes = self.num_groups, size, width, next_power_of_2(size), COLUMNS
         for wave in waves:
             given = convolved, *steps, self.direct, self._states, *wave[:4], read
-            grid = len(wave.starts), num_heads, -(-width // COLUMNS)
-            kernels.mamba[grid](*given, *sizes, num_warps=1)
+            programs = len(wave.starts), num_heads, -(-width // COLUMNS)
+            kernels.mamba[programs](*given, *sizes, num_warps=1)
         out = torch.empty(read.shape, dtype=mixed.dtype, device=self.device)
         group = read.shape[1] if self.norm is None else int(self.norm.group_size)  # type: ignore[arg-type]
         norm = (None, 0.0) if self.norm is None else (self.norm.weight, self.norm.variance_epsilon)

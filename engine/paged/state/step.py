@@ -78,7 +78,12 @@ def pack_states(
 
 def _on_device(waves: Sequence[Sequence[Piece]], device: torch.device) -> list[Wave]:
     """The same on a device."""
-    rows = upload(torch.tensor([piece for wave in waves for piece in wave], dtype=torch.long).T.contiguous(), device)
-    parts = rows.split([len(wave) for wave in waves], dim=1)
-    longest = (max(piece.end - piece.start for piece in wave) for wave in waves)
-    return [Wave(*part.contiguous(), most) for part, most in zip(parts, longest, strict=True)]
+    pieces = [piece for wave in waves for piece in wave]
+    rows = upload(torch.tensor(pieces, dtype=torch.long).T.contiguous(), device)  # one copy of all
+    found = []
+    first = 0
+    for wave in waves:
+        starts, ends, sources, targets = rows[:, first : first + len(wave)]
+        found.append(Wave(starts, ends, sources, targets, max(piece.end - piece.start for piece in wave)))
+        first += len(wave)
+    return found

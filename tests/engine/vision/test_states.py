@@ -121,7 +121,7 @@ def test_an_image_is_computed_in_small_pieces(size: int, directory: Path, truth:
 def test_transformers_modules_see_as_well(
     directory: Path, engine: InferenceEngine, truth: Truth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They run on a GPU, where the plain decoder has no layers with a state."""
+    """They run where a model is built otherwise than the plain decoder."""
     prompts: list[Prompt] = [ImageText(f"Look {engine.image_mark}!", (WIDE,)), "Without any picture."]
     requests, wanted = requests_of(engine, prompts, GREEDY), truth(engine, prompts)
     monkeypatch.setattr(Decoder, "of", lambda *_: None)

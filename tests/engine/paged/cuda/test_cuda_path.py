@@ -9,39 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from graph_runs import CONTEXT, DEVICE, NUM_BLOCKS, CudaLike, TorchAlone, ids, load, record, run
 from lora import make_adapter
 from pydantic import ByteSize
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams
 from penstock.engine.adapters.files import read_adapter
 from penstock.engine.choice import Choice
 from penstock.engine.paged import backend as paged
-from penstock.engine.paged.attention_hook import ATTENTION
 from penstock.engine.paged.cuda import attention as paged_attention
-from penstock.engine.paged.cuda.graphs import DecodeGraphs, Results
-from penstock.engine.paged.cuda.inputs import Shape
 from penstock.engine.paged.packing import Segment
-from penstock.engine.paged.quantization.quantize import ProductMaker
 from penstock.engine.paged.runner import Runner
-from penstock.engine.sampler import best_tokens
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-CONTEXT = 160
-NUM_BLOCKS = 48
-
-
-class TorchAlone(Runner):
-    """A runner without Triton's kernels, wherever it runs."""
-
-    on_triton = False
-
-
-class CudaLike(Runner):
-    """A runner that believes in CUDA."""
-
-    on_triton = True
 
 
 @pytest.fixture(autouse=True)
@@ -53,36 +31,8 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["mistral", "qwen3"])
 def runners(request: pytest.FixtureRequest, model_directory: Callable[[str], Path]) -> tuple[Runner, Runner]:
     """The same model with torch's operations and with the kernels of CUDA, in float32."""
-
-    def load(kind: type[Runner]) -> Runner:
-        model = AutoModelForCausalLM.from_pretrained(
-            model_directory(request.param), dtype=torch.float32, attn_implementation=ATTENTION
-        )
-        model.to(device=DEVICE)  # type: ignore[call-arg]  # as transformers wraps it
-        runner = kind(model, 16, 256, ProductMaker(None, torch.device("cuda")))
-        runner.allocate([NUM_BLOCKS] * len(runner.groups))
-        return runner
-
-    return load(TorchAlone), load(CudaLike)
-
-
-def run(runner: Runner, steps: list[list[tuple[int, list[int], int]]]) -> list[Tensor]:
-    """Play steps of (choice, tokens, start) on a runner, each choice in 160 tokens of blocks of its own, backwards;
-    every segment's logits, in order."""
-    num_blocks = -(-CONTEXT // runner.block_size)
-    found = []
-    for step in steps:
-        segments = []
-        for choice, tokens, start in step:
-            table = list(range((choice + 1) * num_blocks - 1, choice * num_blocks - 1, -1))
-            segments.append(Segment(tokens, start, [table] * len(runner.groups), True))
-        logits, sampled, _ = runner.forward(segments)
-        found += [logits[list(sampled).index(index)].clone() for index in range(len(step))]
-    return found
-
-
-def ids(count: int, seed: int) -> list[int]:
-    return torch.randint(3, 500, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    directory = model_directory(request.param)
+    return load(TorchAlone, directory), load(CudaLike, directory)
 
 
 STEPS = [
@@ -99,33 +49,6 @@ def test_the_kernels_compute_what_torch_does(runners: tuple[Runner, Runner]) -> 
     ours, theirs = (run(runner, STEPS) for runner in runners)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-
-
-class Capture:
-    """Records a step as a graph would be: its inputs and its result stay where they are."""
-
-    def __init__(self) -> None:
-        self.replays = 0
-
-    def __call__(self, function: Callable[[], Results]) -> tuple[Callable[[], None], Results]:
-        logits, best = (one.clone() for one in function())
-
-        def replay() -> None:
-            self.replays += 1
-            for held, made in zip((logits, best), function(), strict=True):
-                held.copy_(made)
-
-        return replay, (logits, best)
-
-
-@torch.inference_mode()
-def record(runner: Runner) -> Capture:
-    """Decode up to four rows by graphs from now on."""
-    capture = Capture()
-    slots = runner.states.num_slots if runner.states else None
-    shape = Shape(runner._packed_groups, runner.block_size, CONTEXT // runner.block_size, slots, 4, DEVICE)
-    runner._graphs = DecodeGraphs(runner._forward, best_tokens, shape, capture)
-    return capture
 
 
 def test_recorded_steps_equal_those_that_are_not(runners: tuple[Runner, Runner]) -> None:

@@ -81,7 +81,7 @@ def test_layers_compute_what_torch_does(head_dim: int, num_deep: int, *, has_hea
 def test_a_norm_in_bfloat16_is_rounded_once(size: int) -> None:
     x, update = torch.randn(2, 7, size, device=DEVICE).bfloat16()
     one = SimpleNamespace(weight=torch.rand(size, device=DEVICE).bfloat16(), epsilon=1e-5)
-    total, normed = on_cuda.add_norm(x, update, one)  # type: ignore[arg-type]
+    total, normed = on_cuda.add_norm(x, on_cuda.Update(update), one)  # type: ignore[arg-type]
     assert torch.equal(total, x + update)
     want = nn.functional.rms_norm(total.double(), (size,), one.weight.double(), 1e-5)
     assert ((normed.double() - want).abs() <= want.abs() * 2**-8).all()
