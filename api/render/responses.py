@@ -70,7 +70,6 @@ _DEFAULTS: _Object = {
     "tool_choice": "auto",
     "top_logprobs": 0,
     "top_p": 1.0,
-    "truncation": "disabled",
     "user": None,
 }
 
@@ -294,6 +293,7 @@ def _head(id: str, body: Mapping[str, Any], created: int, model: str) -> _Object
         "service_tier": "default" if tier == "auto" else tier,
         "text": {"format": {"type": "text"}, **given.get("text", {})},
         "tools": [_shown_tool(tool) for tool in given.get("tools", ())],
+        "truncation": "disabled",  # though "auto" was asked for
     }
 
 
