@@ -7,6 +7,7 @@ import re
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
@@ -70,7 +71,7 @@ class FileRoutes(Routes):
             name, lifetime = f"{tenant_of(request)}.file-{uuid.uuid4().hex}", _lifetime(form, self._settings.files_ttl)
             objects = await Objects.of(self._broker, FILES)
             await self._gateway.quotas.check(tenant_of(request), file.size or 0)
-            info = await put_file(objects, name, _chunks(file), file.filename or "file", str(purpose), lifetime)
+            info = await put_file(objects, name, _chunks(file), _name(file), str(purpose), lifetime)
             assert info is not None, "the name is new"
         finally:
             await form.close()
@@ -129,7 +130,7 @@ async def _form(request: Request, limit: int, patience: float) -> FormData:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > limit + FORM_OVERHEAD:
         raise _too_large(limit)
-    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+    if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise InvalidRequest("Send the file as multipart/form-data.", code="invalid_form")
     size, clock = 0, asyncio.get_running_loop().time
     begun = clock()
@@ -156,6 +157,12 @@ async def _form(request: Request, limit: int, patience: float) -> FormData:
 
 def _too_large(limit: int) -> PayloadTooLarge:
     return PayloadTooLarge(f"The file exceeds {limit} bytes, the limit of the setting file_limit.")
+
+
+def _name(file: UploadFile) -> str:
+    """The file's name; .NET's HttpClient gives it in ASCII as a MIME word, and again in the form of RFC 5987."""
+    given = re.search(r"; *filename\*=utf-8''([^\s;]+)", file.headers.get("content-disposition", ""), re.IGNORECASE)
+    return (unquote(given[1]) if given else file.filename) or "file"
 
 
 def _lifetime(form: FormData, most: float) -> float:

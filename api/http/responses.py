@@ -262,11 +262,12 @@ def shown(stored: Stored, now: float) -> dict[str, Any]:
 
 
 def _sealed(request: Request, settings: Settings, body: dict[str, Any]) -> dict[str, Any]:
-    """The body with its secrets encrypted, since the broker stores it. The response names the hosted tools, which are
-    ignored. Raises `InvalidRequest`."""
+    """The body with its secrets encrypted, since the broker stores it. The response names the hosted tools and the
+    truncation, which are ignored. Raises `InvalidRequest`."""
     body, tenant = known_fields(body, ResponsesRequest, request, settings), tenant_of(request)
     tools = body.get("tools")
     name_ignored(request, (f"tools[{kind}]" for kind in hosted(tools)))
+    name_ignored(request, ["truncation"] if body.get("truncation") == "auto" else [])
     servers = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
     if any("sealed" in tool for tool in servers):
         raise InvalidRequest("tools: sealed is not a known parameter.", code="unknown_parameter", param="tools")

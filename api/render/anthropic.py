@@ -19,6 +19,7 @@ Piece = dict[str, Any]
 
 THREAD = "thread_unsupported_request"  # Anthropic's code for a conversation that its server would keep
 
+_UNCITED: Piece = {"citations": None}  # Anthropic's schema requires it, and each field that is null here
 _REASONS: dict[FinishReason, str] = {
     "stop": "end_turn",
     "stop_sequence": "stop_sequence",
@@ -55,8 +56,8 @@ class MessageRenderer(Renderer):
 
     def start(self, accepted: Accepted) -> Iterator[bytes]:
         """The message's head."""
-        usage = _usage(Usage(accepted.prompt_tokens, 0, accepted.prompt_tokens))
-        empty: Piece = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        usage = _whole_usage(Usage(accepted.prompt_tokens, 0, accepted.prompt_tokens))
+        empty: Piece = {"content": [], **_ended(None, None), "usage": usage}
         yield sse({"type": "message_start", "message": self._base | empty})
 
     def chunks(self, token: Token) -> Iterator[bytes]:
@@ -68,7 +69,7 @@ class MessageRenderer(Renderer):
             if call.index not in self._calls:
                 yield from self._close()
                 self._calls.add(call.index)
-                yield self._begin({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+                yield self._begin(_called(call, {}))
             if call.arguments:
                 yield self._add({"type": "input_json_delta", "partial_json": call.arguments})
 
@@ -84,19 +85,19 @@ class MessageRenderer(Renderer):
         if thought := "".join(token.reasoning for token in tokens):
             content.append({"type": "thinking", "thinking": thought, "signature": self.request})
         if text := "".join(token.text for token in tokens):
-            content.append({"type": "text", "text": text})
+            content.append({"type": "text", "text": text, **_UNCITED})
         calls = join_calls(tokens)
-        content += ({"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call)} for call in calls)
+        content += (_called(call, _input(call)) for call in calls)
         stop = next((token.stop_reason for token in tokens if isinstance(token.stop_reason, str)), None)
         ending = self._ending(done, stop, called=bool(calls))
-        ending |= {"usage": _usage(done.usage), **answered_by(done.fallback)}
+        ending |= {"usage": _whole_usage(done.usage), **answered_by(done.fallback)}
         return orjson.dumps({**self._base, "content": content, **ending})
 
     def _ending(self, done: Done, stop: str | None, *, called: bool) -> Piece:
         reason = _REASONS[done.finish_reasons[0]]
         if reason == "end_turn" and called:  # as OpenAI has it where the call was dictated
             reason = "tool_use"
-        return {"stop_reason": reason, "stop_sequence": stop}
+        return _ended(reason, stop)
 
     def _say(self, kind: str, text: str) -> Iterator[bytes]:
         if not text:
@@ -106,7 +107,7 @@ class MessageRenderer(Renderer):
             return
         if self._open != kind:
             yield from self._close()
-            yield self._begin({"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {}))
+            yield self._begin({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else _UNCITED)})
         yield self._add({"type": f"{kind}_delta", kind: text})
 
     def _begin(self, block: Piece) -> bytes:
@@ -150,6 +151,20 @@ def _input(call: ToolCallDelta) -> Piece:
     return found
 
 
+def _called(call: ToolCallDelta, given: Piece) -> Piece:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": given, "caller": {"type": "direct"}}
+
+
+def _ended(reason: str | None, stop: str | None) -> Piece:
+    return {"stop_reason": reason, "stop_sequence": stop, "stop_details": None, "container": None}
+
+
+def _whole_usage(usage: Usage) -> Piece:
+    """The usage of a message; the end of its stream has less."""
+    written = {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0}
+    return {**_usage(usage), "cache_creation": written, "inference_geo": None, "service_tier": None}
+
+
 def _usage(usage: Usage) -> Piece:
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
@@ -157,4 +172,5 @@ def _usage(usage: Usage) -> Piece:
         "cache_creation_input_tokens": 0,
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+        "server_tool_use": None,
     }

@@ -25,7 +25,7 @@ _REASONS: dict[FinishReason, str] = {
     "tool_calls": "tool_calls",
     "content_filter": "content_filter",
     "cancelled": "stop",
-    "deadline": "deadline",
+    "deadline": "length",  # OpenAI has no reason of its own; clients with a closed list fail at another one
     "error": "stop",
 }
 
@@ -109,7 +109,7 @@ class Renderer:
         self._begun.add(token.choice)
         choice["logprobs"] = self._logprobs(token)
         choice["finish_reason"] = reason
-        head = self._add_extras(choice, [token], first=first)
+        head = self._add_extras(choice, [token], token.finish_reason, first=first)
         yield self._message([choice], self._usage_so_far(), head)
 
     def end(self, done: Done) -> Iterator[bytes]:
@@ -130,15 +130,19 @@ class Renderer:
                 choice["text"] = text
             choice["logprobs"] = self._logprobs(*said)
             choice["finish_reason"] = _REASONS[reason]
-            head = self._add_extras(choice, said, first=True)
+            head = self._add_extras(choice, said, reason, first=True)
             choices.append(choice)
         return orjson.dumps(
             {**self._head, **answered_by(done.fallback), **head, "choices": choices, "usage": _usage(done.usage)}
         )
 
-    def _add_extras(self, choice: dict[str, Any], said: list[Token], *, first: bool) -> dict[str, Any]:
+    def _add_extras(
+        self, choice: dict[str, Any], said: list[Token], ended: FinishReason | None, *, first: bool
+    ) -> dict[str, Any]:
         """Add vLLM's fields to a choice that renders `said`; returns those that belong beside the choices."""
-        if (reason := said[-1].stop_reason if said else None) is not None:
+        if ended == "deadline":
+            choice["stop_reason"] = ended
+        elif (reason := said[-1].stop_reason if said else None) is not None:
             choice["stop_reason"] = reason
         if self._extras.token_ids:
             choice["token_ids"] = [id for token in said for id in token.token_ids]

@@ -70,7 +70,6 @@ _DEFAULTS: _Object = {
     "tool_choice": "auto",
     "top_logprobs": 0,
     "top_p": 1.0,
-    "truncation": "disabled",
     "user": None,
 }
 
@@ -239,7 +238,8 @@ class ResponseRenderer:
             yield self._message(f"{_TEXTS[kind]}.done", **position, text=part["text"], **logprobs)
             yield self._message("content_part.done", **position, part=part)
         elif kind in _TEXTS:
-            yield self._message(f"{_TEXTS[kind]}.done", **position, arguments=item["arguments"])
+            name = {"name": item["name"]} if kind == "function_call" else {}
+            yield self._message(f"{_TEXTS[kind]}.done", **position, **name, arguments=item["arguments"])
         if item.get("status") != "in_progress":
             yield from self._finish(item)
 
@@ -256,7 +256,7 @@ class ResponseRenderer:
         position = {"item_id": item["id"], "output_index": self._output_indices[item["id"]]}
         return position | {"content_index": 0} if item["type"] in _PARTS else position
 
-    def _message(self, name: str, **fields: Any) -> bytes:
+    def _message(self, name: str, /, **fields: Any) -> bytes:
         number = self._sequence
         self._sequence += 1
         if number <= self._starting_after:
@@ -293,6 +293,7 @@ def _head(id: str, body: Mapping[str, Any], created: int, model: str) -> _Object
         "service_tier": "default" if tier == "auto" else tier,
         "text": {"format": {"type": "text"}, **given.get("text", {})},
         "tools": [_shown_tool(tool) for tool in given.get("tools", ())],
+        "truncation": "disabled",  # though "auto" was asked for
     }
 
 

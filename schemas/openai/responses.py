@@ -100,7 +100,6 @@ class ResponsesRequest(Body):
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
         "prompt": Unsupported(advice="send the instructions and the input, since Penstock stores no prompts"),
-        "truncation": Unsupported((None, "disabled"), "shorten the input; Penstock never truncates one"),
         "moderation": Unsupported(),
         "context_management": Unsupported((None, [])),
         "access_programs": Unsupported(),
@@ -152,6 +151,7 @@ class ResponsesRequest(Body):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     client_metadata: dict[str, Any] | None = None
+    truncation: Literal["auto", "disabled"] | None = None  # an input that is too long is refused in any case
 
     @property
     def function_tools(self) -> list[FunctionTool]:

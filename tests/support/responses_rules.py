@@ -170,6 +170,8 @@ class _Items:
         elif name == f"{text}.done":
             assert event.get("text", event.get("arguments")) == self._texts[place]
             assert event.get("logprobs", []) == self._heard[place]
+            # OpenAI's schema requires it, and clients in Java that are generated from it; the official types forget it.
+            assert item["type"] != "function_call" or event["name"] == item["name"]
         elif name == "content_part.added":
             assert not event["part"]["text"]
         elif name == "content_part.done":

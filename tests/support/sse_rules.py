@@ -11,8 +11,6 @@ from openai.types.chat import ChatCompletionChunk
 
 KINDS: dict[str, Any] = {"/v1/chat/completions": ChatCompletionChunk, "/v1/completions": Completion}
 
-_LIKE = {"length": "length", "tool_calls": "tool_calls"}
-
 
 def check_stream(body: bytes, path: str, *, resumable: bool = False, usage_asked: bool | None = None) -> None:
     """Raise `AssertionError` where a whole stream breaks a rule. A resumed stream has no beginning to judge."""
@@ -53,9 +51,9 @@ def _check_chunks(
     calls: dict[int, list[dict[str, Any]]] = defaultdict(list)
     reasons: dict[int, str] = {}
     for place, chunk in enumerate(chunks):
-        # OpenAI has no reason "deadline"; and its types forget that a text goes on with null.
+        # OpenAI's types forget that a text goes on with null.
         likened = [
-            choice | {"finish_reason": _LIKE.get(choice["finish_reason"], "stop"), "logprobs": _behind_first(choice)}
+            choice | {"finish_reason": choice["finish_reason"] or "stop", "logprobs": _behind_first(choice)}
             for choice in chunk["choices"]
         ]
         KINDS[path].model_validate(chunk | {"choices": likened}, strict=True)

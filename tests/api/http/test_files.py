@@ -61,6 +61,44 @@ async def desk() -> AsyncIterator[Desk]:
     await desk.two.close()
 
 
+FORMS = {  # as they come from the wire
+    "HttpClient of .NET": (
+        'multipart/form-data; boundary="b-1"',
+        "Content-Type: text/plain; charset=utf-8\r\nContent-Disposition: form-data; name=purpose",
+        "Content-Disposition: form-data; name=file; filename=a.jsonl; filename*=utf-8''a.jsonl",
+        "a.jsonl",
+    ),
+    "HttpClient of .NET, a name beyond ASCII": (
+        'multipart/form-data; boundary="b-1"',
+        "Content-Type: text/plain; charset=utf-8\r\nContent-Disposition: form-data; name=purpose",
+        'Content-Disposition: form-data; name=file; filename="=?utf-8?B?bsOkbWUgMS5qc29ubA==?="; '
+        "filename*=utf-8''n%C3%A4me%201.jsonl",
+        "näme 1.jsonl",
+    ),
+    "OkHttp": (
+        "multipart/form-data; boundary=b-1",
+        'Content-Disposition: form-data; name="purpose"\r\nContent-Length: 5',
+        'content-disposition: form-data; name="file"; filename="a.jsonl"\r\ncontent-type: application/jsonl',
+        "a.jsonl",
+    ),
+    "a type in capitals": (
+        "Multipart/Form-Data; boundary=b-1",
+        'Content-Disposition: form-data; name="purpose"',
+        'Content-Disposition: form-data; name="file"; filename="a.jsonl"',
+        "a.jsonl",
+    ),
+}
+
+
+@pytest.mark.parametrize("client", FORMS)
+async def test_forms_of_other_clients_are_read(desk: Desk, client: str) -> None:
+    kind, purpose, file, name = FORMS[client]
+    body = f"--b-1\r\n{purpose}\r\n\r\nbatch\r\n--b-1\r\n{file}\r\n\r\n{{}}\r\n--b-1--\r\n"
+    created = await desk.http.post("/v1/files", content=body.encode(), headers={"content-type": kind})
+    assert created.status_code == 200, created.text
+    assert {"filename": name, "bytes": 2, "purpose": "batch"}.items() <= created.json().items()
+
+
 @pytest.mark.parametrize("size", [0, 1, LIMIT])
 async def test_a_file_comes_back_as_it_went(desk: Desk, size: int) -> None:
     data = bytes(range(256)) * (size // 256 + 1)

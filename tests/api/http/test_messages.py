@@ -537,3 +537,31 @@ def test_every_stream_is_blocks_one_after_the_other(told: tuple[list[Token], Don
             name = "thinking" if kind == "reasoning" else kind
             found = "".join(getattr(block, name) for block in content if block.type == name)
             assert found == "".join(getattr(token, kind) for token in tokens)
+
+
+# What Anthropic's schema (of 2026-05-31) requires; its own client in Python does without, those of others do not.
+ENDED = {"stop_reason", "stop_sequence", "stop_details", "container"}
+COUNTED = {"input_tokens", "output_tokens", "cache_creation_input_tokens", "cache_read_input_tokens"}
+COUNTED |= {"output_tokens_details", "server_tool_use"}
+BLOCKS = {"text": {"text", "citations"}, "thinking": {"thinking", "signature"}}
+BLOCKS["tool_use"] = {"id", "name", "input", "caller"}
+
+
+def test_every_field_that_anthropics_schema_requires_is_there() -> None:
+    done = Done("r", ("tool_calls",), Usage(9, 5, 14))
+    renderer = MessageRenderer("msg-1", "m")
+    sent = [*renderer.start(Accepted("r", "m", 7, 3)), *(chunk for one in CALLING for chunk in renderer.chunks(one))]
+    pieces = [message.data for message in messages(b"".join([*sent, *renderer.end(done)]))]
+    whole = orjson.loads(MessageRenderer("msg-1", "m").whole(CALLING, done))
+    for message in (whole, pieces[0]["message"]):
+        assert message.keys() >= {"id", "type", "role", "model", "content", "usage"} | ENDED
+        assert message["usage"].keys() >= COUNTED | {"cache_creation", "inference_geo", "service_tier"}
+        assert message["usage"]["cache_creation"].keys() == {"ephemeral_1h_input_tokens", "ephemeral_5m_input_tokens"}
+    begun = [piece["content_block"] for piece in pieces if piece["type"] == "content_block_start"]
+    assert [block["type"] for block in begun] == ["thinking", "text", "tool_use", "tool_use"]
+    assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use", "tool_use"]
+    for block in (*begun, *whole["content"]):
+        assert block.keys() == {"type"} | BLOCKS[block["type"]]
+        assert block.get("caller", {"type": "direct"}) == {"type": "direct"}
+    assert pieces[-2]["delta"].keys() == ENDED
+    assert pieces[-2]["usage"].keys() == COUNTED

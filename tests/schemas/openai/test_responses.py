@@ -77,7 +77,6 @@ MALFORMED: dict[str, list[tuple[Body, str]]] = {
     ],
     "unsupported_parameter": [
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
-        ({"truncation": "auto"}, "truncation"),
         ({"moderation": {"model": "m"}}, "moderation"),
         ({"context_management": [{"type": "compaction"}]}, "context_management"),
     ],
@@ -195,14 +194,9 @@ def test_every_fault_is_named(changes: Body, param: str, code: str) -> None:
     assert SECRET not in str(caught.value)
 
 
-def test_why_nothing_is_cut() -> None:
-    with pytest.raises(InvalidRequest, match="never truncates"):
-        parsed(truncation="auto")
-
-
 def test_what_changes_nothing_is_accepted() -> None:
     nothing = {name: None for name in ResponsesRequest.model_fields if name not in ("model", "input")}
-    parsed(**nothing, prompt=None, truncation="disabled", context_management=[], moderation=None)
+    parsed(**nothing, prompt=None, context_management=[], moderation=None)
     parsed(
         include=["reasoning.encrypted_content", "web_search_call.results"],
         reasoning={"summary": "auto", "effort": None},
@@ -210,6 +204,7 @@ def test_what_changes_nothing_is_accepted() -> None:
         safety_identifier="s",
         prompt_cache_key="k",
         prompt_cache_retention="24h",
+        truncation="auto",
         text={"format": {"type": "text"}, "verbosity": "medium"},
     )
 

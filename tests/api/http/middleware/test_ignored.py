@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
 import pytest
 import structlog
 from applications import Applications
@@ -58,6 +59,18 @@ def test_a_strict_server_refuses_them(applications: Applications, path: str) -> 
     assert response.status == 400
     assert b"client_hints is not a known parameter" in response.body
     assert "penstock-ignored" not in response.headers
+
+
+def test_a_response_that_may_be_truncated_is_not_and_says_so(applications: Applications) -> None:
+    """As Cline asks in each of its requests to OpenAI."""
+    body = BODIES["/v1/responses"] | {"truncation": "auto"}
+    response = post(applications, "/v1/responses", body)
+    assert (response.status, response.headers["penstock-ignored"]) == (200, "truncation")
+    assert orjson.loads(response.body)["truncation"] == "disabled"
+    refused = post(applications, "/v1/responses", body | {"input": "x" * 140_000})
+    assert (refused.status, refused.error["code"]) == (400, "context_length_exceeded")
+    assert refused.headers["penstock-ignored"] == "truncation"
+    assert "penstock-ignored" not in post(applications, "/v1/responses", body | {"truncation": "disabled"}).headers
 
 
 def test_what_is_ignored_is_told_beside_an_error(applications: Applications) -> None:
