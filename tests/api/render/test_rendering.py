@@ -123,7 +123,7 @@ def test_an_empty_answer_is_empty_text() -> None:
 
 @pytest.mark.parametrize("endpoint", sorted(TYPES))
 def test_an_answer_that_ran_out_of_time_says_so(endpoint: Endpoint) -> None:
-    """By a reason that OpenAI has, too: clients in Rust and C# fail at any other."""
+    """By a reason that OpenAI has, too: some clients know no other."""
     token, done = Token("r", 0, 0, (1,), "x", finish_reason="deadline"), Done("r", ("deadline",), Usage(1, 1, 2))
     renderer = Renderer(endpoint, "id-1", "m", 1, streaming=True)
     (chunk,) = renderer.chunks(token)
