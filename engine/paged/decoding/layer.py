@@ -32,8 +32,8 @@ class Layer:
     `input_projection` of GELU(`input_gate`) times it, normalised. At its end a layer multiplies the stream by `scalar`.
 
     A layer that keeps a running `state` does not attend: that of a delta net, whose projections are `qkv`,
-    `delta_gates`, `rates` and `decays`, or that of a Mamba-2 layer or the inputs of a short convolution, whose
-    projection is `qkv`.
+    `delta_gates`, `rates` and `decays`, or `qkv` alone if that `is_fused`, or that of a Mamba-2 layer or the inputs of
+    a short convolution, whose projection is `qkv`.
 
     `gate` makes gates and ups, side by side, if the layer `is_joined`. What Granite's add is multiplied by `residual`.
     """
@@ -49,7 +49,7 @@ class Layer:
     mlp_after: Norm | None = None
     head_norm: Tensor | None = None
     epsilon = 0.0
-    has_gelu = has_gates = norms_values = norms_rows = False
+    has_gelu = has_gates = norms_values = norms_rows = is_fused = False
     rotates = True
     num_q_heads = num_kv_heads = head_dim = 0
     num_parts = 2  # keys, values
@@ -112,7 +112,7 @@ class Layer:
     @property
     def projections(self) -> list[str]:
         """The names of those of the normalised stream."""
-        return ["qkv", "delta_gates", "rates", "decays"] if self.is_delta_net else ["qkv"]
+        return ["qkv", "delta_gates", "rates", "decays"] if self.is_delta_net and not self.is_fused else ["qkv"]
 
     def mix(self, h: Tensor) -> Tensor:
         """What the chosen experts make of inputs [T, E]."""
@@ -158,8 +158,11 @@ class Layer:
 
     def _take_delta_net(self, delta: Any, make: MakeLinear) -> None:
         self.state = delta
-        self.qkv, self.delta_gates = make([delta.in_proj_qkv]), make([delta.in_proj_z])
-        self.rates, self.decays = make([delta.in_proj_b]), make([delta.in_proj_a])
+        parts = [delta.in_proj_qkv, delta.in_proj_z, delta.in_proj_b, delta.in_proj_a]
+        if delta.has_kernels:  # each product more would be a launch more
+            self.qkv, self.is_fused = make(parts), True
+        else:
+            self.qkv, self.delta_gates, self.rates, self.decays = (make([one]) for one in parts)
         self.output = make([delta.out_proj])
 
     def _take_state(self, layer: Any, make: MakeLinear) -> None:

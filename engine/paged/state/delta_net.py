@@ -55,6 +55,12 @@ class DeltaNet(RecurrentLayer):
         projected: Tensor = self.out_proj(self.read(self.project(hidden_states[0]), penstock_states)[None])
         return projected
 
+    def read(self, made: Sequence[Tensor], step: StateStep | None) -> Tensor:
+        if len(made) == 1:  # all side by side
+            sizes = [self.taps.shape[1], self.num_values * self.value_size, self.num_values, self.num_values]
+            made = torch.split(made[0], sizes, dim=-1)
+        return super().read(made, step)
+
     def mix(self, made: Sequence[Tensor], step: StateStep) -> Tensor:
         """What the tokens read from the states that they change, normalised and gated: [T, H · V]."""
         mixed, gate, b, a = made

@@ -44,6 +44,11 @@ class Rule(NamedTuple, Generic[T]):
     in_chunks: Callable[[T, Tensor], tuple[Tensor, Tensor]]
 
 
+def on_triton(device: torch.device) -> bool:
+    """Whether a device has kernels for these layers."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
 def is_silu(activation: nn.Module) -> bool:
     """Whether it is torch's SiLU, or transformers'."""
     return type(activation).__name__ in {"SiLU", "SiLUActivation"}
@@ -60,7 +65,7 @@ class StateLayer(nn.Module):
         self.taps: Tensor = convolution.weight.detach().float().squeeze(1).T.contiguous()  # [K, C]
         self.bias: Tensor | None = None if convolution.bias is None else convolution.bias.detach().float()
         self._inputs = torch.empty(0)  # set by `allocate`
-        self.has_kernels = self.taps.is_cuda and find_spec("triton") is not None
+        self.has_kernels = on_triton(self.device)
 
     @property
     def device(self) -> torch.device:

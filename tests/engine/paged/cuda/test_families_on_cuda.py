@@ -19,6 +19,7 @@ from penstock.engine.paged.cuda import attention as paged_attention
 from penstock.engine.paged.decoding import cuda_experts, cuda_layers
 from penstock.engine.paged.decoding.cuda_experts import GroupedExperts, group_experts
 from penstock.engine.paged.runner import Runner
+from penstock.engine.paged.state import layer as state_layers
 from penstock.engine.paged.state import short_convolution
 from penstock.engine.paged.state.delta_net import DeltaNet
 from penstock.engine.paged.state.layer import StateLayer
@@ -54,12 +55,10 @@ def on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def load_kernels(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
     """The model as it is on a GPU."""
     monkeypatch.setattr(runners, "take_experts", lambda model, *_, **__: group_experts(model))
+    monkeypatch.setattr(state_layers, "on_triton", lambda _: True)
     runner = load(CudaLike, directory)
     assert runner._decoder is not None
     runner._decoder._through = cuda_layers.through
-    for layer in runner._decoder.layers:
-        if layer.state is not None:
-            layer.state.has_kernels = True
     return runner
 
 
@@ -139,7 +138,9 @@ def test_experts_compute_what_transformers_does(
 
     if sorted_by == "torch":
         monkeypatch.setattr(cuda_experts, "_MOST_PLACED", 0)
-    theirs, ours = (AutoModelForCausalLM.from_pretrained(model_directory(family)).to(DEVICE) for _ in range(2))
+    theirs, ours = (AutoModelForCausalLM.from_pretrained(model_directory(family)) for _ in range(2))
+    for model in (theirs, ours):
+        model.to(device=DEVICE)  # type: ignore[call-arg]  # as transformers wraps it
     grouped = group_experts(ours)
     own: Any = [
         module for module in theirs.modules() if hasattr(module, "down_proj") and hasattr(module, "num_experts")
