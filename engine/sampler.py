@@ -33,6 +33,7 @@ from .cpu.library import DrawParams, Kernels
 from .grammar.matcher import Matcher
 from .transfer import Download, upload
 
+Best = Sequence[int] | Tensor | None  # tokens on the host, or still on a device
 _BLOCK = 64  # columns summed, or searched, as one
 _BITS = torch.arange(1 << 16)[:, None] >> torch.arange(16) & 1  # the bits of every 16-bit word of a mask
 _ADDENDS = torch.where(_BITS == 1, 0.0, -torch.inf)
@@ -114,10 +115,7 @@ def sample(logits: Tensor, rows: Sequence[Choice], kernels: Kernels | None = Non
 
 
 def choose(
-    logits: Tensor,
-    rows: Sequence[Choice],
-    kernels: Kernels | None = None,
-    best: Sequence[int] | Tensor | None = None,
+    logits: Tensor, rows: Sequence[Choice], kernels: Kernels | None = None, best: Best = None
 ) -> DeviceTokens | HostTokens:
     """Choose each row's token at its `index` without waiting for a device; `logits` [B, V] are not changed.
 
@@ -133,14 +131,11 @@ def choose(
     kinds = [2 if choice.request.params.temperature else int(_is_edited(choice)) for choice in rows]
     plain, edited, drawn = ([row for row, kind in enumerate(kinds) if kind == one] for one in range(3))
     own = slice(None) if len(plain) == len(rows) else _put(plain, logits)
-    known = best if isinstance(best, Tensor) else None
-    parts = [best_tokens(logits[own]) if known is None else known[own]] if plain else []
+    parts = [best[own] if isinstance(best, Tensor) else best_tokens(logits[own])] if plain else []
     parts += [best_tokens(_scores(logits, edited, rows), _BLOCK)] if edited else []
     parts += [_draw(_scores(logits, drawn, rows), [rows[row] for row in drawn], kernels)] if drawn else []
-    if len(parts) == 1:
-        tokens = parts[0]
-    else:
-        tokens = torch.cat([*parts, _put([], logits)])[_put(np.argsort(plain + edited + drawn), logits)]
+    order = _put(np.argsort(plain + edited + drawn), logits) if len(parts) != 1 else None
+    tokens = parts[0] if order is None else torch.cat([*parts, _put([], logits)])[order]
     counts = {row: s.request.params.logprobs for row, s in enumerate(rows) if s.request.params.logprobs is not None}
     faults = {row: s.plug_ins.fault for row, s in enumerate(rows) if s.plug_ins is not None and s.plug_ins.fault}
     return DeviceTokens(tokens, counts, _logprobs(logits, tokens, list(counts)) if counts else (), faults)

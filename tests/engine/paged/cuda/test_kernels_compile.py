@@ -34,19 +34,21 @@ TYPES |= {name: "fp32" for name in ("least", "most")}
 STATE = {"size": 128, "padded": 128, "block": 16}
 SIZES = {"padded": 128, "rows": 16, "columns": 32, "depth": 128 if numbers == "bf16" else 32}
 IN = {"inputs": P, "bias": F}
+TAPS = {"num_taps": 4, "block": 256}
+WHOLE = {"head_dim": 128, "size": 128, "padded": 64, "rest": 1}
 NORM = {"size": 128, "padded": 128}
 CASES = [
     (layer_kernels.add_norm, {"padded": 4096}, {}),
     (layer_kernels.add_norm, {"padded": 4096, "update": None, "after": None, "after_epsilon": None, "total": None}, {}),
     (layer_kernels.rotate, {"norms": True, "head_dim": 256, "size": 64, "padded": 32, "rest": 256}, {}),
-    (layer_kernels.rotate, {"norms": False, "head_dim": 128, "size": 128, "padded": 64, "rest": 1, "weights": None}, {}),
+    (layer_kernels.rotate, WHOLE | {"norms": False, "weights": None}, {}),
     (layer_kernels.gate, {"kind": 1, "block": 1024}, {}),
     (layer_kernels.open_gates, {"padded": 256}, {}),
     (expert_kernels.place, {"own": 64, "others": 128}, {}),
     *((expert_kernels.inner, SIZES | {"kind": kind, "bias": None}, {}) for kind in range(3)),
     (expert_kernels.outer, SIZES, {"bias": P}),
-    (state_kernels.convolve, {"num_taps": 4, "has_silu": True, "block": 256, "before": None, "after": None}, IN | {"out": F}),
-    (state_kernels.convolve, {"num_taps": 3, "has_silu": False, "block": 256, "bias": None}, IN),
+    (state_kernels.convolve, TAPS | {"has_silu": True, "before": None, "after": None}, IN | {"out": F}),
+    (state_kernels.convolve, TAPS | {"has_silu": False, "bias": None}, IN),
     (state_kernels.delta, STATE | {"width": 128, "keys": 16, "shared": 2}, {"out": F}),
     (state_kernels.mamba, STATE | {"width": 64, "groups": 1}, {"out": F, "rate": F}),
     (state_kernels.gated_norm, NORM | {"is_gated_first": False}, {"x": F}),
