@@ -55,7 +55,9 @@ def numbers(product: Product, dtype: torch.dtype, start: int, stop: int) -> Tens
         pairs = lines if dtype == torch.bfloat16 else lines.transpose(2, 3)
         return pairs.transpose(1, 2).flatten(2).flatten(0, 1)[:, : product.inputs]
     assert scales is not None
-    levels, groups = weight[start:stop], scales[start:stop].float().permute(2, 0, 3, 1).flatten(1, 2)  # [1 or 2, O, G]
+    factors = scales[start:stop]
+    factors = _multiplied(factors) if factors.dtype == torch.uint8 else factors.float()
+    levels, groups = weight[start:stop], factors.permute(2, 0, 3, 1).flatten(1, 2)  # [1 or 2, O, G]
     if product.kind in (INT4, UNEVEN):
         levels = torch.stack((levels & 15, levels >> 4), dim=3).flatten(2).to(torch.int8)
         table = torch.tensor(list(product.table), dtype=torch.int8)
@@ -79,6 +81,13 @@ def _pairs(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """[O, I] → [O / 64, I / 2, 64, 2], a view unless it needs padding."""
     whole = padded(weight, BLOCK, _unit(dtype))
     return whole.view(len(whole) // BLOCK, BLOCK, -1, 2).transpose(1, 2)
+
+
+def _multiplied(scales: Tensor) -> Tensor:
+    """BYTES → [O / 64, G, 1 or 2, 64], float32."""
+    whole, numbers = scales[..., : 2 * BLOCK].contiguous().view(torch.float16), scales[..., 2 * BLOCK :]
+    each = numbers.contiguous().view(torch.int8).unflatten(-1, (-1, BLOCK)) * whole.float()[..., None, :]
+    return each.transpose(2, 3).flatten(1, 2)
 
 
 def _unit(dtype: torch.dtype) -> int:

@@ -27,8 +27,11 @@ BLOCK = 64
 GROUP = 32
 """Inputs of a quantised weight that share a scale, as in the source."""
 
+WIDE_GROUPS = 8
+"""Groups of a file's block of 256 inputs, as in the source."""
+
 PLAIN, INT8, INT4, FINE, UNEVEN = range(5)
-_SCALE_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+_SCALE_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8)
 _INPUT_BYTES = GROUP + 20  # of a group of quantised inputs, as in the source
 
 TILE_ROWS = 16
@@ -68,6 +71,7 @@ class Product(ctypes.Structure):
     ) -> Self:
         """`shape` is [O, I]; `weight` may be in oneDNN's layout; `scales` are [O / 64, G, 1 or 2, 64], 2 G for FINE.
 
+        Scales of one byte are the source's BYTES, [O / 64, I / 256, 1 or 2, 64 * (2 + 8)], 64 * (2 + 16) for FINE.
         `table` are the 16 numbers of UNEVEN.
         """
         bias = None if bias is None else bias.float()

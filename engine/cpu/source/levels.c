@@ -13,12 +13,48 @@ enum { QUAD = 4 * BLOCK, QUADS = GROUP / 4 }; /* bytes of four inputs of 64 outp
 enum { BIAS = HAS_VNNI ? 128 : 0 }; /* VNNI multiplies unsigned by signed bytes */
 enum { CHUNK_GROUPS = 16 };         /* groups of a block that stay in the cache while all rows pass */
 
-/* 16 scales of a group or its part, from the output j on; those of the zeros follow the first 64. */
-INLINE __m512 load_scales(const Product *p, int64_t group, int64_t j) {
-    const int64_t i = group * (p->has_zeros ? 2 : 1) * BLOCK + j;
-    if (p->scale_type == F16) return _mm512_cvtph_ps(_mm256_loadu_si256((__m256i *)((uint16_t *)p->scales + i)));
-    return load(p->scales, i, 0xffff, p->scale_type == BF16);
+/* Where a tile finds scales: all of a product's, or some of them, from those of the group or part `first` on. */
+typedef struct {
+    const void *at;
+    int64_t type, first;
+} Scales;
+
+INLINE __m512 load_halves(const void *from, int64_t i) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((const uint16_t *)from + i)));
 }
+
+/* 16 scales, or zeros, of a group or its part, from the output j on. */
+INLINE __m512 load_scales(const Product *p, Scales s, int64_t own, int is_zero, int64_t j) {
+    const int64_t i = ((own - s.first) * num_factors(p) + is_zero) * BLOCK + j;
+    return s.type == F16 ? load_halves(s.at, i) : load(s.at, i, 0xffff, s.type == BF16);
+}
+
+/* Those of up to CHUNK_GROUPS groups of a block from `group` on, for tiles that follow: what BYTES has becomes F32 in
+   `room`, while those of the groups behind are fetched. */
+INLINE Scales load_chunk(const Product *p, int64_t group, int64_t count, float *room, int kind) {
+    const int parts = num_parts(kind), size = WIDE_GROUPS * parts, factors = num_factors(p);
+    if (p->scale_type != BYTES) return (Scales){p->scales, p->scale_type, 0};
+    const int64_t first = group * parts;
+    for (int64_t own = first; own < first + count * parts; own += size)
+        for (int i = 0; i < factors; i++) {
+            const uint8_t *from = bytes_at(p, own, i, parts);
+            const char *next = (const char *)bytes_at(p, own + CHUNK_GROUPS * parts, i, parts);
+            for (int line = 0; line < 2 + size; line++) _mm_prefetch(next + line * BLOCK, _MM_HINT_T0);
+            for (int64_t j = 0; j < BLOCK; j += 16) {
+                const __m512 whole = load_halves(from, j);
+                float *to = room + ((own - first) * factors + i) * BLOCK + j;
+                for (int n = 0; n < size; n++, to += factors * BLOCK) {
+                    const __m128i *bytes = (const __m128i *)(from + (2 + n) * BLOCK + j);
+                    const __m512 number = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes)));
+                    _mm512_storeu_ps(to, _mm512_mul_ps(whole, number));
+                }
+            }
+        }
+    return (Scales){room, F32, first};
+}
+
+/* Floats of `load_chunk`'s room. */
+#define SCALES_ROOM(kind) (CHUNK_GROUPS * num_parts(kind) * 2 * BLOCK)
 
 /* The signed bytes, plus BIAS, that the levels of UNEVEN stand for, in each quarter. */
 INLINE __m512i spread_table(const Product *p, int kind) {
@@ -95,7 +131,7 @@ INLINE __m512i offset_of(const Product *p, const Inputs *x, int64_t at, int part
 /* Multiply `rows` rows from `row` on by the groups `from` to `end` of one block; store the sums [rows, 64] if `from` is
    0, else add them. Each group also prefetches `share` bytes, starting at `next`. */
 INLINE void level_tile(const Product *p, int64_t block, int64_t from, int64_t end, const char *next, int64_t share,
-                       const Inputs *x, int64_t row, float (*to)[BLOCK], int rows, int kind) {
+                       Scales factors, const Inputs *x, int64_t row, float (*to)[BLOCK], int rows, int kind) {
     const int wide = WIDE(rows);
     const int64_t G = groups(p), bytes = group_bytes(kind);
     const uint8_t *weight = (const uint8_t *)p->weight + (block * G + from) * bytes;
@@ -136,8 +172,8 @@ INLINE void level_tile(const Product *p, int64_t block, int64_t from, int64_t en
 #pragma GCC unroll 4
                 for (int j = 0; j < wide; j++) {
                     const int64_t output = 16 * (first + j);
-                    scales[j] = load_scales(p, own, output);
-                    zeros[j] = p->has_zeros ? load_scales(p, own, BLOCK + output) : _mm512_setzero_ps();
+                    scales[j] = load_scales(p, factors, own, 0, output);
+                    zeros[j] = p->has_zeros ? load_scales(p, factors, own, 1, output) : _mm512_setzero_ps();
                 }
 #pragma GCC unroll 6
                 for (int r = 0; r < rows; r++) {
@@ -161,24 +197,28 @@ INLINE void level_tile(const Product *p, int64_t block, int64_t from, int64_t en
     }
 }
 
-/* Multiply any number of rows from `first` on, in tiles of similar height; see TILES in products.h. */
+/* Multiply any number of rows from `first` on, in tiles of similar height; see TILES in products.h. Where scales are
+   read in runs, the processor does not predict what a single tile of several rows reads, either. */
 #define LEVEL_ROWS(name, kind)                                                                                        \
     static __attribute__((noinline)) void name(const Product *p, int64_t block, const Inputs *x, int64_t first,       \
                                                int64_t rows, float (*to)[BLOCK]) {                                    \
         const int64_t count = (rows + TILE - 1) / TILE, G = groups(p), bytes = group_bytes(kind);                     \
+        const int fetches = count > 1 || (rows > 1 && p->scale_type == BYTES);                                        \
+        float room[SCALES_ROOM(kind)] __attribute__((aligned(64)));                                                   \
         for (int64_t a = 0, b; a < G; a = b) {                                                                        \
             b = a + CHUNK_GROUPS < G ? a + CHUNK_GROUPS : G;                                                          \
+            const Scales scales = load_chunk(p, block * G + a, b - a, room, kind);                                    \
             const char *chunk = (const char *)p->weight + (block * G + a) * bytes;                                    \
             for (int64_t t = 0; t < count; t++) {                                                                     \
-                const int64_t at = t * rows / count, row = first + at, share = count > 1 ? bytes / count : 0;         \
+                const int64_t at = t * rows / count, row = first + at, share = fetches ? bytes / count : 0;           \
                 const char *next = chunk + (b - a) * (bytes + t * share);                                             \
                 switch ((t + 1) * rows / count - at) {                                                                \
-                case 1: level_tile(p, block, a, b, next, share, x, row, to + at, 1, kind); break;                     \
-                case 2: level_tile(p, block, a, b, next, share, x, row, to + at, 2, kind); break;                     \
-                case 3: level_tile(p, block, a, b, next, share, x, row, to + at, 3, kind); break;                     \
-                case 4: level_tile(p, block, a, b, next, share, x, row, to + at, 4, kind); break;                     \
-                case 5: level_tile(p, block, a, b, next, share, x, row, to + at, 5, kind); break;                     \
-                case 6: level_tile(p, block, a, b, next, share, x, row, to + at, 6, kind); break;                     \
+                case 1: level_tile(p, block, a, b, next, share, scales, x, row, to + at, 1, kind); break;             \
+                case 2: level_tile(p, block, a, b, next, share, scales, x, row, to + at, 2, kind); break;             \
+                case 3: level_tile(p, block, a, b, next, share, scales, x, row, to + at, 3, kind); break;             \
+                case 4: level_tile(p, block, a, b, next, share, scales, x, row, to + at, 4, kind); break;             \
+                case 5: level_tile(p, block, a, b, next, share, scales, x, row, to + at, 5, kind); break;             \
+                case 6: level_tile(p, block, a, b, next, share, scales, x, row, to + at, 6, kind); break;             \
                 }                                                                                                     \
             }                                                                                                         \
         }                                                                                                             \
@@ -201,10 +241,10 @@ LEVEL_ROWS(uneven_rows, UNEVEN)
         COMPILER_BARRIER;                                                                                             \
     }
 
-INLINE void add_dots(const Product *p, int64_t group, int64_t output, const int32_t (*dots)[16], const float *scales,
-                     const float *totals, int64_t G, __m512 sums[TILE_ROWS]) {
-    const __m512 scale = load_scales(p, group, output);
-    const __m512 zero = p->has_zeros ? load_scales(p, group, BLOCK + output) : _mm512_setzero_ps();
+INLINE void add_dots(const Product *p, Scales factors, int64_t group, int64_t output, const int32_t (*dots)[16],
+                     const float *scales, const float *totals, int64_t G, __m512 sums[TILE_ROWS]) {
+    const __m512 scale = load_scales(p, factors, group, 0, output);
+    const __m512 zero = p->has_zeros ? load_scales(p, factors, group, 1, output) : _mm512_setzero_ps();
 #pragma GCC unroll 16
     for (int r = 0; r < TILE_ROWS; r++) {
         __m512 dot = _mm512_cvtepi32_ps(_mm512_load_si512(dots[r]));
@@ -216,8 +256,8 @@ INLINE void add_dots(const Product *p, int64_t group, int64_t output, const int3
 /* Multiply 16 rows from `row` on by `count` groups of a block from `from` on, for 16 outputs from `output` on; `weight`
    are their levels. AMX computes three groups ahead: what it has stored takes long to be there. */
 INLINE void level_tiles(const Product *p, int64_t block, int64_t from, int64_t count, int64_t output,
-                        const int8_t *weight, const Inputs *x, int64_t row, float (*to)[BLOCK], const char *next,
-                        int64_t share) {
+                        const int8_t *weight, Scales factors, const Inputs *x, int64_t row, float (*to)[BLOCK],
+                        const char *next, int64_t share) {
     const int64_t G = groups(p), first = block * G + from;
     const int8_t *levels = x->levels + (row * G + from) * GROUP;
     const float *scales = x->scales + row * G + from, *totals = x->totals + row * G + from;
@@ -231,13 +271,16 @@ INLINE void level_tiles(const Product *p, int64_t block, int64_t from, int64_t c
     for (int64_t g = 0; g < count; g += 4) {
         for (int64_t line = 0; line < share; line += 64, next += 64) _mm_prefetch(next, _MM_HINT_T1);
         DOTS(3, g + 3, 5, 7)
-        add_dots(p, first + g, output, dots[0], scales + g, totals + g, G, sums);
+        add_dots(p, factors, first + g, output, dots[0], scales + g, totals + g, G, sums);
         DOTS(0, g + 4, 4, 6)
-        if (g + 1 < count) add_dots(p, first + g + 1, output, dots[1], scales + g + 1, totals + g + 1, G, sums);
+        if (g + 1 < count)
+            add_dots(p, factors, first + g + 1, output, dots[1], scales + g + 1, totals + g + 1, G, sums);
         DOTS(1, g + 5, 5, 7)
-        if (g + 2 < count) add_dots(p, first + g + 2, output, dots[2], scales + g + 2, totals + g + 2, G, sums);
+        if (g + 2 < count)
+            add_dots(p, factors, first + g + 2, output, dots[2], scales + g + 2, totals + g + 2, G, sums);
         DOTS(2, g + 6, 4, 6)
-        if (g + 3 < count) add_dots(p, first + g + 3, output, dots[3], scales + g + 3, totals + g + 3, G, sums);
+        if (g + 3 < count)
+            add_dots(p, factors, first + g + 3, output, dots[3], scales + g + 3, totals + g + 3, G, sums);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < TILE_ROWS; r++) _mm512_storeu_ps(to[r] + output, sums[r]);
@@ -250,8 +293,10 @@ INLINE void level_tiles(const Product *p, int64_t block, int64_t from, int64_t c
         const int64_t G = groups(p), bytes = group_bytes(kind);                                                       \
         const int64_t share = bytes * TILE_ROWS / rows / 64 * 64;                                                     \
         int8_t unpacked[kind == INT8 ? 1 : CHUNK_GROUPS * GROUP * BLOCK] __attribute__((aligned(64)));                \
+        float room[SCALES_ROOM(kind)] __attribute__((aligned(64)));                                                   \
         for (int64_t a = 0, b; a < G; a = b) {                                                                        \
             b = a + CHUNK_GROUPS < G ? a + CHUNK_GROUPS : G;                                                          \
+            const Scales scales = load_chunk(p, block * G + a, b - a, room, kind);                                    \
             const uint8_t *chunk = (const uint8_t *)p->weight + (block * G + a) * bytes;                              \
             const char *next = (const char *)chunk + (b - a) * bytes;                                                 \
             const int8_t *weight = (const int8_t *)chunk;                                                             \
@@ -270,7 +315,8 @@ INLINE void level_tiles(const Product *p, int64_t block, int64_t from, int64_t c
             }                                                                                                         \
             for (int64_t r = 0; r < rows; r += TILE_ROWS)                                                             \
                 for (int j = 0; j < 4; j++, next += (b - a + 3) / 4 * share)                                          \
-                    level_tiles(p, block, a, b - a, 16 * j, weight + 64 * j, x, first + r, to + r, next, share);      \
+                    level_tiles(p, block, a, b - a, 16 * j, weight + 64 * j, scales, x, first + r, to + r, next,      \
+                                share);                                                                               \
         }                                                                                                             \
     }
 LEVEL_TILES(int8_tiles, INT8)
@@ -310,10 +356,16 @@ INLINE void float_tile(const Product *p, int64_t block, const float *x, float (*
     for (int r = 0; r < rows; r++)
         for (int j = 0; j < 4; j++) _mm512_storeu_ps(to[r] + 16 * j, _mm512_setzero_ps());
     const int64_t size = GROUP / num_parts(kind); /* inputs that share a scale */
+    float room[SCALES_ROOM(kind)] __attribute__((aligned(64)));
+    Scales scales = {0};
     const __m512i table = spread_table(p, kind);
     for (int64_t g = 0; g * size < p->inputs; g++, weight += bytes / num_parts(kind)) {
         const int64_t end = p->inputs - g * size < size ? p->inputs - g * size : size;
-        const int64_t own = block * G * num_parts(kind) + g;
+        const int64_t own = block * G * num_parts(kind) + g, group = g / num_parts(kind);
+        if (g % (CHUNK_GROUPS * num_parts(kind)) == 0) {
+            const int64_t left = G - group;
+            scales = load_chunk(p, block * G + group, left < CHUNK_GROUPS ? left : CHUNK_GROUPS, room, kind);
+        }
         __m512 sums[TILE][4];
         for (int r = 0; r < rows; r++)
             for (int j = 0; j < 4; j++) sums[r][j] = _mm512_setzero_ps();
@@ -337,8 +389,8 @@ INLINE void float_tile(const Product *p, int64_t block, const float *x, float (*
                     total = _mm512_add_ps(total, _mm512_set1_ps(x[r * p->inputs + g * size + i]));
             for (int j = 0; j < 4; j++) {
                 __m512 sum = _mm512_loadu_ps(to[r] + 16 * j);
-                sum = _mm512_fmadd_ps(sums[r][j], load_scales(p, own, 16 * j), sum);
-                if (p->has_zeros) sum = _mm512_fmadd_ps(total, load_scales(p, own, BLOCK + 16 * j), sum);
+                sum = _mm512_fmadd_ps(sums[r][j], load_scales(p, scales, own, 0, 16 * j), sum);
+                if (p->has_zeros) sum = _mm512_fmadd_ps(total, load_scales(p, scales, own, 1, 16 * j), sum);
                 _mm512_storeu_ps(to[r] + 16 * j, sum);
             }
         }

@@ -25,6 +25,7 @@
 #define _mm512_cvtps_epi32 nearest_ints
 #define _mm512_cvtph_ps floats_from_halves
 #define _mm512_cvtepu16_epi32 ints_from_shorts
+#define _mm512_cvtepi8_epi32 ints_from_bytes
 #define _mm512_cvtepi32_epi16 shorts_from_ints
 #define _mm512_cvtsepi32_epi8 bytes_from_ints
 #define _mm512_storeu_ps floats_to

@@ -104,6 +104,10 @@ INLINE Ints ints_from_shorts(__m256i v) {
     return (Ints){_mm256_cvtepu16_epi32(low), _mm256_cvtepu16_epi32(high)};
 }
 
+INLINE Ints ints_from_bytes(__m128i v) {
+    return (Ints){_mm256_cvtepi8_epi32(v), _mm256_cvtepi8_epi32(_mm_unpackhi_epi64(v, v))};
+}
+
 /* Of numbers from 0 to 65,535. */
 INLINE __m256i shorts_from_ints(Ints v) { return _mm256_permute4x64_epi64(_mm256_packus_epi32(v.low, v.high), 0xd8); }
 

@@ -125,6 +125,11 @@ INLINE Ints ints_from_shorts(Shorts v) {
     return (Ints){vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(v.a))), vreinterpretq_s32_u32(vmovl_high_u16(v.a)),
                   vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(v.b))), vreinterpretq_s32_u32(vmovl_high_u16(v.b))};
 }
+INLINE Ints ints_from_bytes(int8x16_t v) {
+    int16x8_t low = vmovl_s8(vget_low_s8(v)), high = vmovl_high_s8(v);
+    return (Ints){vmovl_s16(vget_low_s16(low)), vmovl_high_s16(low), vmovl_s16(vget_low_s16(high)),
+                  vmovl_high_s16(high)};
+}
 INLINE uint16x8_t shorts_of(int32x4_t v, int32x4_t w) {
     return vuzp1q_u16(vreinterpretq_u16_s32(v), vreinterpretq_u16_s32(w));
 }

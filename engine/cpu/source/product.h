@@ -5,8 +5,9 @@
 #include "vectors.h"
 
 enum { PLAIN, INT8, INT4, FINE, UNEVEN };
-enum { BF16, F16, F32 }; /* the types of scales */
+enum { BF16, F16, F32, BYTES }; /* the types of scales */
 enum { GROUP = 32, MOST_ROWS = 256 };
+enum { WIDE_GROUPS = 8 }; /* groups of a file's block of 256 inputs */
 enum { TILE = 6 };       /* rows whose sums fit into registers */
 enum { NEAR = 1 << 20 }; /* bytes of inputs that stay in the L2 cache */
 
@@ -19,7 +20,10 @@ enum { NEAR = 1 << 20 }; /* bytes of inputs that stay in the L2 cache */
    FINE is INT8 with a scale for each 16 inputs, twice as many.
    UNEVEN has the layout of INT4; its levels stand for the signed bytes in `table`.
    scales: [O / 64, G, 1 or 2, 64] of the type `scale_type`. The weight is level * scale, plus the second of two
-   scales if `has_zeros`. */
+   scales if `has_zeros`.
+   BYTES are scales as a file's blocks of 256 inputs have them, whole numbers times one of the block: for each block,
+   [O / 64, I / 256, 1 or 2], 64 numbers in half precision, and then a signed byte for each of its scales, [8 or 16,
+   64]. Their product is exact in float32. */
 typedef struct {
     const void *weight, *scales;
     const float *bias; /* [O] or NULL */
@@ -40,3 +44,13 @@ INLINE int64_t group_bytes(int kind) { return GROUP * BLOCK / (is_packed(kind) ?
 
 /* Parts of a group that have a scale each. */
 INLINE int num_parts(int kind) { return kind == FINE ? 2 : 1; }
+
+/* Scales and zeros of each. */
+INLINE int num_factors(const Product *p) { return p->has_zeros ? 2 : 1; }
+
+/* Where BYTES has the scales, or the zeros, of all groups of a block of 256 inputs that starts with the group, or its
+   part, `own`. */
+INLINE uint8_t *bytes_at(const Product *p, int64_t own, int is_zero, int parts) {
+    const int64_t size = (2 + WIDE_GROUPS * parts) * BLOCK, number = own / (WIDE_GROUPS * parts);
+    return (uint8_t *)p->scales + (number * num_factors(p) + is_zero) * size;
+}

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...checkpoints.gguf.blocks import IQ4
 from ...checkpoints.mxfp4 import DOUBLED
 from ...checkpoints.rounded import Blocks
-from ...cpu.library import BLOCK, FINE, GROUP, INT4, INT8, UNEVEN, Kernels, Product
+from ...cpu.library import BLOCK, FINE, GROUP, INT4, INT8, UNEVEN, WIDE_GROUPS, Kernels, Product
 from ...cpu.process import expect_large_pages
 from ...cpu.rows import TYPES, Rows
 from ..decoding.linear import CompiledLinear
@@ -38,9 +38,9 @@ _FORMS = {
     "Q5_0": _Form(INT8, 0, False, torch.float16),
     "Q5_1": _Form(INT8, 0, True, torch.float16),
     "Q8_0": _Form(INT8, 0, False, torch.float16),
-    "Q4_K": _Form(INT4, 0, True, torch.float32),
-    "Q5_K": _Form(INT8, 0, True, torch.float32),
-    "Q6_K": _Form(FINE, 0, False, torch.float32),
+    "Q4_K": _Form(INT4, 0, True, torch.uint8),
+    "Q5_K": _Form(INT8, 0, True, torch.uint8),
+    "Q6_K": _Form(FINE, 0, False, torch.uint8),
     "IQ4_NL": _Form(UNEVEN, 0, False, torch.float16, IQ4),
     "MXFP4": _Form(UNEVEN, 0, False, torch.bfloat16, DOUBLED),
     "MXFP4_PAIRS": _Form(UNEVEN, 0, False, torch.bfloat16, DOUBLED),
@@ -62,12 +62,16 @@ class Packer:
         if not is_known or any(len(part.data) % BLOCK for part in parts[:-1]):
             return None
         kind, middle, has_zeros, scale_type, table = _common(forms)
-        scale_type = torch.float32 if dtype == torch.float32 else scale_type
+        scale_type = torch.float32 if dtype == torch.float32 and scale_type != torch.uint8 else scale_type
         outputs, inputs = sum(len(part.data) for part in parts), parts[0].inputs
         blocks, groups = -(-outputs // BLOCK), inputs // GROUP
         has_nibbles = kind in (INT4, UNEVEN)
         weight = self._memory(blocks * groups * GROUP * BLOCK // (2 if has_nibbles else 1))
-        shape = blocks, groups * (2 if kind == FINE else 1), 1 + has_zeros, BLOCK
+        parts_of_all = groups * (2 if kind == FINE else 1)
+        shape = blocks, parts_of_all, 1 + has_zeros, BLOCK
+        if scale_type == torch.uint8:
+            each = 2 + WIDE_GROUPS * parts_of_all // groups
+            shape = blocks, groups // WIDE_GROUPS, 1 + has_zeros, each * BLOCK
         scales = self._memory(prod(shape) * scale_type.itemsize)
         whole = weight if has_nibbles else weight.view(torch.int8)
         levels = whole.view(blocks, -1, 2 if has_nibbles else BLOCK, BLOCK if has_nibbles else 4)

@@ -63,14 +63,22 @@ def products(dtype: torch.dtype) -> list[tuple[Product, int]]:
         (FINE, fours(eight), grouped(scales), 0),
         (UNEVEN, nibbles(four), grouped(scales[:, :5, :1].bfloat16()), 0),
     ]
-    return [
+    made = [
         (Product.of((100, 130), kind, weight, factors, None, middle, table), weight.nbytes)
         for kind, weight, factors, middle in given
     ]
+    for kind, factors in ((INT4, 2), (INT8, 2), (FINE, 1)):  # with the scales of a file's blocks
+        weight = (nibbles if kind == INT4 else fours)((four if kind == INT4 else eight).repeat(1, 4)[:, :512])
+        bytes_of_all = torch.randint(-128, 128, (2, 2, factors, 18 if kind == FINE else 10, 64), generator=random)
+        halves = torch.rand((2, 2, factors, 64), generator=random).half()
+        bytes_of_all = bytes_of_all.to(torch.int8).view(torch.uint8)
+        bytes_of_all[..., :2, :] = halves.view(torch.uint8).view(2, 2, factors, 2, 64)
+        made.append((Product.of((100, 512), kind, weight, bytes_of_all.flatten(3), None), weight.nbytes))
+    return made
 
 
-def inputs(rows: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn((rows, 130), generator=torch.Generator().manual_seed(1)).to(dtype)
+def inputs(product: Product, rows: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn((rows, product.inputs), generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
 class TestChoosing:
@@ -125,7 +133,7 @@ class TestWithoutACompiler:
         native = load_kernels()
         assert native.name != kernels.name
         for product, _ in products(torch.bfloat16)[1:]:
-            x = inputs(37, torch.bfloat16)
+            x = inputs(product, 37, torch.bfloat16)
             assert torch.equal(kernels.multiply(product, x), native.multiply(product, x))
 
     def test_an_engine_is_as_fast_and_says_nothing(
@@ -200,8 +208,8 @@ def test_aarch64_has_the_same_bits(variant: variants.Variant, tmp_path: Path, bu
     subprocess.run([*command, "-o", tmp_path / "driver", *sources, "-lm"], check=True, timeout=300)
     kernels = Kernels(CDLL(str(next(built.iterdir()))))
     for dtype in (torch.bfloat16, torch.float32):
-        x = inputs(9, dtype)
         for product, nbytes in products(dtype):
+            x = inputs(product, 9, dtype)
             _, scales, _ = product.tensors
             factors = b"" if scales is None else scales.view(torch.uint8).numpy().tobytes()
             weight = product.tensors[0]
