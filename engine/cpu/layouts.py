@@ -46,6 +46,16 @@ def grouped(factors: Tensor) -> Tensor:
 
 def numbers(product: Product, dtype: torch.dtype, start: int, stop: int) -> Tensor:
     """The weight that the kernels multiply by, in float32: outputs of blocks `start` to `stop`, [64 · blocks, I]."""
+    if product.rest is not None:
+        own = (product.outputs - product.rest.outputs) // BLOCK
+        both = [_numbers(product, dtype, start, min(stop, own))] if start < own else []
+        both += [numbers(product.rest, dtype, max(start - own, 0), stop - own)] if stop > own else []
+        return torch.cat(both)
+    return _numbers(product, dtype, start, stop)
+
+
+def _numbers(product: Product, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+    """Of blocks of its own."""
     weight, scales, _ = product.tensors
     assert weight is not None
     if product.kind == PLAIN:
@@ -86,8 +96,8 @@ def _pairs(weight: Tensor, dtype: torch.dtype) -> Tensor:
 def _multiplied(scales: Tensor) -> Tensor:
     """BYTES → [O / 64, G, 1 or 2, 64], float32."""
     whole, numbers = scales[..., : 2 * BLOCK].contiguous().view(torch.float16), scales[..., 2 * BLOCK :]
-    each = numbers.contiguous().view(torch.int8).unflatten(-1, (-1, BLOCK)) * whole.float()[..., None, :]
-    return each.transpose(2, 3).flatten(1, 2)
+    each = numbers.contiguous().view(torch.int8).view(*numbers.shape[:3], -1, BLOCK)
+    return (each * whole.float()[..., None, :]).transpose(2, 3).flatten(1, 2)
 
 
 def _unit(dtype: torch.dtype) -> int:

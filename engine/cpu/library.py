@@ -55,8 +55,10 @@ class Product(ctypes.Structure):
         *((name, _POINTER) for name in ("weight", "scales", "bias")),
         *((name, _INT) for name in ("inputs", "outputs", "kind", "scale_type", "has_zeros", "middle")),
         ("table", ctypes.c_int8 * 16),
+        ("more", _POINTER),
     ]
     tensors: tuple[Tensor | None, ...]
+    rest: Product | None = None  # what `more` points to
 
     @classmethod
     def of(
@@ -80,6 +82,18 @@ class Product(ctypes.Structure):
         product = cls(span(weight)[0], *others, shape[1], shape[0], kind, *about, middle, (ctypes.c_int8 * 16)(*table))
         product.tensors = weight, scales, bias
         return product
+
+    def followed_by(self, rest: Self) -> Self:
+        """From now on this weight, of whole blocks of levels, has that of `rest` behind it; its bias is for both."""
+        outputs: int = rest.outputs
+        self.outputs += outputs
+        self.rest, self.more = rest, ctypes.addressof(rest)
+        return self
+
+    @property
+    def parts(self) -> list[Product]:
+        """This one and those that follow, each with its own outputs and theirs."""
+        return [self, *(self.rest.parts if self.rest is not None else ())]
 
     def room(self, rows: int) -> int:
         """The bytes that the inputs of so many rows take when they are quantised."""

@@ -23,12 +23,14 @@ enum { NEAR = 1 << 20 }; /* bytes of inputs that stay in the L2 cache */
    scales if `has_zeros`.
    BYTES are scales as a file's blocks of 256 inputs have them, whole numbers times one of the block: for each block,
    [O / 64, I / 256, 1 or 2], 64 numbers in half precision, and then a signed byte for each of its scales, [8 or 16,
-   64]. Their product is exact in float32. */
-typedef struct {
+   64]. Their product is exact in float32.
+   If weights of several forms are side by side, `more` has the outputs behind those of this one, which end a block. */
+typedef struct Product {
     const void *weight, *scales;
-    const float *bias; /* [O] or NULL */
-    int64_t inputs, outputs, kind, scale_type, has_zeros, middle;
+    const float *bias; /* [O] or NULL; those of `more`, too */
+    int64_t inputs, outputs, kind, scale_type, has_zeros, middle; /* `outputs`: with those of `more` */
     int8_t table[16];
+    const struct Product *more; /* or NULL */
 } Product;
 
 INLINE int64_t blocks(const Product *p) { return (p->outputs + BLOCK - 1) / BLOCK; }

@@ -116,7 +116,7 @@ def test_one_weight_that_torch_packs(kind: str, kernels: Kernels) -> None:
     "kinds", [["Q4_K", "Q4_K"], ["Q4_K", "Q4_K", "Q6_K"], ["Q8_0", "Q5_0"], ["Q5_K", "Q4_1", "Q4_0"]]
 )
 def test_several_side_by_side(kinds: list[str], kernels: Kernels) -> None:
-    """Of one type or of several, which then share the form that has room for all; with a bias."""
+    """Of one type or of several, each in its own form; with a bias."""
     parts = [some(kind, 128 - 28 * (at == len(kinds) - 1), seed=at) for at, kind in enumerate(kinds)]
     bias = torch.arange(sum(len(part.data) for part in parts)).bfloat16()
     found = Packer(kernels).pack(parts, bias, torch.bfloat16)
@@ -124,6 +124,14 @@ def test_several_side_by_side(kinds: list[str], kernels: Kernels) -> None:
     own = numbers(found.product, torch.bfloat16, 0, -(-len(bias) // 64))
     assert torch.equal(own, by_torch(parts, kernels, torch.bfloat16, bias))
     assert torch.equal(found(torch.zeros(1, INPUTS, dtype=torch.bfloat16))[0], bias)
+    assert torch.equal(own[64:192], numbers(found.product, torch.bfloat16, 1, 3))
+    x = torch.randn((40, INPUTS), generator=torch.Generator().manual_seed(1)).bfloat16()
+    alone = [Packer(kernels).pack([part], None, torch.bfloat16) for part in parts]
+    for rows in (1, 7, 40):
+        expected = torch.cat([one(x[:rows]) for one in alone if one is not None], dim=1)
+        without = Packer(kernels).pack(parts, None, torch.bfloat16)
+        assert without is not None and torch.equal(without(x[:rows]), expected)
+    assert found.nbytes == sum(one.nbytes for one in alone if one is not None)
 
 
 def test_neighbours_in_one_byte(kernels: Kernels) -> None:
