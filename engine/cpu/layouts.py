@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .library import BLOCK, GROUP, INT4, PLAIN, UNEVEN, Product, span
+from .library import BLOCK, GROUP, INT4, PLAIN, SIX, UNEVEN, Product, span
 
 
 def padded(tensor: Tensor, rows: int, columns: int) -> Tensor:
@@ -68,8 +68,11 @@ def _numbers(product: Product, dtype: torch.dtype, start: int, stop: int) -> Ten
     factors = scales[start:stop]
     factors = _multiplied(factors) if factors.dtype == torch.uint8 else factors.float()
     levels, groups = weight[start:stop], factors.permute(2, 0, 3, 1).flatten(1, 2)  # [1 or 2, O, G]
+    if product.kind == SIX:
+        upper = torch.stack([levels[:, :, 2] >> 2 * vector & 3 for vector in range(4)], dim=2)
+        levels = (_unpacked(levels[:, :, :2]) | upper.flatten(2) << 4).to(torch.int8) - 32
     if product.kind in (INT4, UNEVEN):
-        levels = torch.stack((levels & 15, levels >> 4), dim=3).flatten(2).to(torch.int8)
+        levels = _unpacked(levels).to(torch.int8)
         table = torch.tensor(list(product.table), dtype=torch.int8)
         levels = table[levels.int()] if product.kind == UNEVEN else levels - product.middle
     rows = levels.view(len(levels), -1, BLOCK, 4).transpose(1, 2).reshape(*groups.shape[1:], -1).float()
@@ -91,6 +94,11 @@ def _pairs(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """[O, I] → [O / 64, I / 2, 64, 2], a view unless it needs padding."""
     whole = padded(weight, BLOCK, _unit(dtype))
     return whole.view(len(whole) // BLOCK, BLOCK, -1, 2).transpose(1, 2)
+
+
+def _unpacked(halves: Tensor) -> Tensor:
+    """[..., 2, 64] → [..., 256]"""
+    return torch.stack((halves & 15, halves >> 4), dim=-2).flatten(-3)
 
 
 def _multiplied(scales: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ GROUP = 32
 WIDE_GROUPS = 8
 """Groups of a file's block of 256 inputs, as in the source."""
 
-PLAIN, INT8, INT4, FINE, UNEVEN = range(5)
+PLAIN, INT8, INT4, FINE, UNEVEN, SIX = range(6)
 _SCALE_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8)
 _INPUT_BYTES = GROUP + 20  # of a group of quantised inputs, as in the source
 
@@ -71,9 +71,10 @@ class Product(ctypes.Structure):
         middle: int = 0,
         table: Sequence[int] = (),
     ) -> Self:
-        """`shape` is [O, I]; `weight` may be in oneDNN's layout; `scales` are [O / 64, G, 1 or 2, 64], 2 G for FINE.
+        """`shape` is [O, I]; `weight` may be in oneDNN's layout; `scales` are [O / 64, G, 1 or 2, 64].
 
-        Scales of one byte are the source's BYTES, [O / 64, I / 256, 1 or 2, 64 * (2 + 8)], 64 * (2 + 16) for FINE.
+        Scales of one byte are the source's BYTES, [O / 64, I / 256, 1 or 2, 64 * (2 + 8)]. FINE and SIX have 2 G
+        scales, or 64 * (2 + 16) bytes.
         `table` are the 16 numbers of UNEVEN.
         """
         bias = None if bias is None else bias.float()

@@ -10,7 +10,8 @@ enum { QUAD = 4 * BLOCK, QUADS = GROUP / 4 }; /* bytes of four inputs of 64 outp
 #else
 #define HAS_VNNI 0
 #endif
-enum { BIAS = HAS_VNNI ? 128 : 0 }; /* VNNI multiplies unsigned by signed bytes */
+/* VNNI multiplies unsigned by signed bytes. */
+enum { BIAS = HAS_VNNI ? 128 : 0, SIX_BIAS = HAS_VNNI ? SIX_MIDDLE : 0 };
 enum { CHUNK_GROUPS = 16 };         /* groups of a block that stay in the cache while all rows pass */
 
 /* Where a tile finds scales: all of a product's, or some of them, from those of the group or part `first` on. */
@@ -63,14 +64,28 @@ INLINE __m512i spread_table(const Product *p, int kind) {
     return BIAS ? _mm512_xor_si512(table, _mm512_set1_epi8((char)0x80)) : table;
 }
 
-/* Four inputs of 64 outputs, or those of the vector j: INT4 as stored, others as bytes plus BIAS. */
+/* The two upper bits of the vector j of SIX, in their place. */
+INLINE __m512i upper_bits(const uint8_t *from, int j) {
+    const __m512i all = _mm512_loadu_si512(from + 2 * BLOCK);
+    const __m512i own = j == 0   ? _mm512_slli_epi32(all, 4)
+                        : j == 1 ? _mm512_slli_epi32(all, 2)
+                        : j == 2 ? all
+                                 : _mm512_srli_epi32(all, 2);
+    return _mm512_and_si512(own, _mm512_set1_epi8(0x30));
+}
+
+/* Four inputs of 64 outputs, or those of the vector j: INT4 as stored, SIX plus SIX_BIAS, others as bytes plus BIAS. */
 INLINE __m512i load_four(const uint8_t *from, int kind, int j, __m512i table) {
-    if (!is_packed(kind)) {
+    if (kind == INT8 || kind == FINE) {
         __m512i all = _mm512_loadu_si512(from + 64 * j);
         return BIAS ? _mm512_xor_si512(all, _mm512_set1_epi8((char)0x80)) : all;
     }
     __m512i both = _mm512_loadu_si512(from + 64 * (j / 2));
     __m512i levels = _mm512_and_si512(j % 2 ? _mm512_srli_epi16(both, 4) : both, _mm512_set1_epi8(15));
+    if (kind == SIX) {
+        const __m512i whole = _mm512_xor_si512(levels, upper_bits(from, j));
+        return SIX_BIAS ? whole : _mm512_sub_epi8(whole, _mm512_set1_epi8(SIX_MIDDLE));
+    }
     return kind == UNEVEN ? _mm512_shuffle_epi8(table, levels) : levels;
 }
 
@@ -124,17 +139,18 @@ INLINE __m512i with_dot(__m512i sum, __m512i weight, __m512i input, int kind) {
 /* What the sums of a group, or its part, must have added: the weights were BIAS, or INT4's `middle`, too large. */
 INLINE __m512i offset_of(const Product *p, const Inputs *x, int64_t at, int part, int kind) {
     if (kind == FINE) return _mm512_set1_epi32(-BIAS * x->halves[2 * at + part]);
+    if (kind == SIX) return _mm512_set1_epi32(-SIX_BIAS * x->halves[2 * at + part]);
     if (kind != INT4) return _mm512_set1_epi32(BIAS / 8 * x->offsets[at]);
     return p->middle ? _mm512_set1_epi32(x->offsets[at]) : _mm512_setzero_si512();
 }
 
-/* Multiply `rows` rows from `row` on by the groups `from` to `end` of one block; store the sums [rows, 64] if `from` is
-   0, else add them. Each group also prefetches `share` bytes, starting at `next`. */
-INLINE void level_tile(const Product *p, int64_t block, int64_t from, int64_t end, const char *next, int64_t share,
-                       Scales factors, const Inputs *x, int64_t row, float (*to)[BLOCK], int rows, int kind) {
+/* Multiply `rows` rows from `row` on by the groups `from` to `end` of one block, which are at `weight`; store the sums
+   [rows, 64] if `from` is 0, else add them. Each group also prefetches `share` bytes, starting at `next`. */
+INLINE void level_tile(const Product *p, int64_t block, int64_t from, int64_t end, const uint8_t *weight,
+                       const char *next, int64_t share, Scales factors, const Inputs *x, int64_t row,
+                       float (*to)[BLOCK], int rows, int kind) {
     const int wide = WIDE(rows);
     const int64_t G = groups(p), bytes = group_bytes(kind);
-    const uint8_t *weight = (const uint8_t *)p->weight + (block * G + from) * bytes;
     const __m512i table = spread_table(p, kind);
     for (int64_t g = from; g < end; g++, next += share) {
         for (int64_t line = 0; line < share; line += 64) _mm_prefetch(next + line, _MM_HINT_T1);
@@ -178,7 +194,7 @@ INLINE void level_tile(const Product *p, int64_t block, int64_t from, int64_t en
 #pragma GCC unroll 6
                 for (int r = 0; r < rows; r++) {
                     const int64_t at = (row + r) * G + g;
-                    const float total = kind == FINE ? x->scales[at] * x->halves[2 * at + part] : x->totals[at];
+                    const float total = num_parts(kind) == 2 ? x->scales[at] * x->halves[2 * at + part] : x->totals[at];
 #pragma GCC unroll 4
                     for (int j = 0; j < wide; j++) {
                         if (SHORT_SUMS(kind))
@@ -197,36 +213,76 @@ INLINE void level_tile(const Product *p, int64_t block, int64_t from, int64_t en
     }
 }
 
-/* Multiply any number of rows from `first` on, in tiles of similar height; see TILES in products.h. Where scales are
-   read in runs, the processor does not predict what a single tile of several rows reads, either. */
-#define LEVEL_ROWS(name, kind)                                                                                        \
-    static __attribute__((noinline)) void name(const Product *p, int64_t block, const Inputs *x, int64_t first,       \
-                                               int64_t rows, float (*to)[BLOCK]) {                                    \
-        const int64_t count = (rows + TILE - 1) / TILE, G = groups(p), bytes = group_bytes(kind);                     \
-        const int fetches = count > 1 || (rows > 1 && p->scale_type == BYTES);                                        \
-        float room[SCALES_ROOM(kind)] __attribute__((aligned(64)));                                                   \
-        for (int64_t a = 0, b; a < G; a = b) {                                                                        \
-            b = a + CHUNK_GROUPS < G ? a + CHUNK_GROUPS : G;                                                          \
-            const Scales scales = load_chunk(p, block * G + a, b - a, room, kind);                                    \
-            const char *chunk = (const char *)p->weight + (block * G + a) * bytes;                                    \
-            for (int64_t t = 0; t < count; t++) {                                                                     \
-                const int64_t at = t * rows / count, row = first + at, share = fetches ? bytes / count : 0;           \
-                const char *next = chunk + (b - a) * (bytes + t * share);                                             \
-                switch ((t + 1) * rows / count - at) {                                                                \
-                case 1: level_tile(p, block, a, b, next, share, scales, x, row, to + at, 1, kind); break;             \
-                case 2: level_tile(p, block, a, b, next, share, scales, x, row, to + at, 2, kind); break;             \
-                case 3: level_tile(p, block, a, b, next, share, scales, x, row, to + at, 3, kind); break;             \
-                case 4: level_tile(p, block, a, b, next, share, scales, x, row, to + at, 4, kind); break;             \
-                case 5: level_tile(p, block, a, b, next, share, scales, x, row, to + at, 5, kind); break;             \
-                case 6: level_tile(p, block, a, b, next, share, scales, x, row, to + at, 6, kind); break;             \
-                }                                                                                                     \
+/* Multiply any number of rows from `first` on by one chunk, in tiles of similar height; see TILES in products.h. They
+   prefetch what is `behind` if there are `fetched` bytes of it for each group. */
+#define LEVEL_CHUNK(name, kind)                                                                                       \
+    static __attribute__((noinline)) void name(const Product *p, int64_t block, int64_t a, int64_t b,                 \
+                                               const uint8_t *weight, const char *behind, int64_t fetched,            \
+                                               Scales scales, const Inputs *x, int64_t first, int64_t rows,           \
+                                               float (*to)[BLOCK]) {                                                  \
+        const int64_t count = (rows + TILE - 1) / TILE, share = fetched / count;                                      \
+        for (int64_t t = 0; t < count; t++) {                                                                         \
+            const int64_t at = t * rows / count, row = first + at;                                                    \
+            const char *next = behind + (b - a) * t * share;                                                          \
+            switch ((t + 1) * rows / count - at) {                                                                    \
+            case 1: level_tile(p, block, a, b, weight, next, share, scales, x, row, to + at, 1, kind); break;         \
+            case 2: level_tile(p, block, a, b, weight, next, share, scales, x, row, to + at, 2, kind); break;         \
+            case 3: level_tile(p, block, a, b, weight, next, share, scales, x, row, to + at, 3, kind); break;         \
+            case 4: level_tile(p, block, a, b, weight, next, share, scales, x, row, to + at, 4, kind); break;         \
+            case 5: level_tile(p, block, a, b, weight, next, share, scales, x, row, to + at, 5, kind); break;         \
+            case 6: level_tile(p, block, a, b, weight, next, share, scales, x, row, to + at, 6, kind); break;         \
             }                                                                                                         \
         }                                                                                                             \
     }
-LEVEL_ROWS(int8_rows, INT8)
-LEVEL_ROWS(int4_rows, INT4)
-LEVEL_ROWS(fine_rows, FINE)
-LEVEL_ROWS(uneven_rows, UNEVEN)
+LEVEL_CHUNK(int8_chunk, INT8)
+LEVEL_CHUNK(int4_chunk, INT4)
+LEVEL_CHUNK(fine_chunk, FINE)
+LEVEL_CHUNK(uneven_chunk, UNEVEN)
+LEVEL_CHUNK(six_chunk, SIX)
+
+/* Whether so many rows are multiplied faster by FINE's levels, which are made of SIX once, than if each tile takes the
+   bits of SIX apart: where it has to do so more than three times. */
+INLINE int unpacks_six(int64_t rows) { return rows > 3 * TILE || WIDE(rows) < 4; }
+
+/* `count` groups of SIX become those of FINE. */
+INLINE void unpack_six(const uint8_t *from, int64_t count, uint8_t *to) {
+    const __m512i less = _mm512_set1_epi8(SIX_BIAS);
+    for (int64_t q = 0; q < count * QUADS; q++, from += QUAD * 3 / 4, to += QUAD)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            const __m512i four = load_four(from, SIX, j, _mm512_setzero_si512());
+            const __m512i level = SIX_BIAS ? _mm512_sub_epi8(four, less) : four;
+            memcpy(to + 64 * j, &level, 64);
+        }
+}
+
+/* Multiply any number of rows from `first` on, chunk by chunk. Where scales are read in runs, the processor does not
+   predict what a single tile of several rows reads, either. */
+#define LEVEL_ROWS(name, chunk, kind)                                                                                 \
+    static __attribute__((noinline)) void name(const Product *p, int64_t block, const Inputs *x, int64_t first,       \
+                                               int64_t rows, float (*to)[BLOCK]) {                                    \
+        const int64_t G = groups(p), bytes = group_bytes(kind);                                                       \
+        const int64_t fetched = rows > TILE || (rows > 1 && p->scale_type == BYTES) ? bytes : 0;                      \
+        float room[SCALES_ROOM(kind)] __attribute__((aligned(64)));                                                   \
+        uint8_t unpacked[kind == SIX ? CHUNK_GROUPS * GROUP * BLOCK : 1] __attribute__((aligned(64)));                \
+        for (int64_t a = 0, b; a < G; a = b) {                                                                        \
+            b = a + CHUNK_GROUPS < G ? a + CHUNK_GROUPS : G;                                                          \
+            const Scales scales = load_chunk(p, block * G + a, b - a, room, kind);                                    \
+            const uint8_t *weight = (const uint8_t *)p->weight + (block * G + a) * bytes;                             \
+            const char *behind = (const char *)weight + (b - a) * bytes;                                              \
+            if (kind == SIX && unpacks_six(rows)) {                                                                   \
+                unpack_six(weight, b - a, unpacked);                                                                  \
+                fine_chunk(p, block, a, b, unpacked, behind, fetched, scales, x, first, rows, to);                    \
+            } else {                                                                                                  \
+                chunk(p, block, a, b, weight, behind, fetched, scales, x, first, rows, to);                           \
+            }                                                                                                         \
+        }                                                                                                             \
+    }
+LEVEL_ROWS(int8_rows, int8_chunk, INT8)
+LEVEL_ROWS(int4_rows, int4_chunk, INT4)
+LEVEL_ROWS(fine_rows, fine_chunk, FINE)
+LEVEL_ROWS(uneven_rows, uneven_chunk, UNEVEN)
+LEVEL_ROWS(six_rows, six_chunk, SIX)
 
 #if defined __AMX_INT8__ && defined __linux__
 /* The group's sums of whole numbers, 16 rows times 16 outputs, into `dots[n]`. */
@@ -337,8 +393,8 @@ INLINE int64_t tiled_rows(int64_t rows) {
 
 void multiply_levels(const Product *p, int64_t block, const Inputs *x, int64_t first, int64_t rows,
                      float (*to)[BLOCK]) {
-    if (p->kind == FINE) {
-        fine_rows(p, block, x, first, rows, to);
+    if (num_parts(p->kind) == 2) {
+        (p->kind == FINE ? fine_rows : six_rows)(p, block, x, first, rows, to);
         return;
     }
     typedef void Multiply(const Product *, int64_t, const Inputs *, int64_t, int64_t, float (*)[BLOCK]);
@@ -370,7 +426,7 @@ INLINE void float_tile(const Product *p, int64_t block, const float *x, float (*
         for (int r = 0; r < rows; r++)
             for (int j = 0; j < 4; j++) sums[r][j] = _mm512_setzero_ps();
         for (int64_t i = 0; i < end; i++) {
-            const int32_t zero = kind == INT4 ? p->middle : 128;
+            const int32_t zero = kind == INT4 ? p->middle : kind == SIX && SIX_BIAS ? SIX_MIDDLE : 128;
             for (int j = 0; j < 4; j++) {
                 __m512i quad = load_four(weight + i / 4 * (bytes / QUADS), kind, j, table);
                 if (kind != INT4 && !BIAS) quad = _mm512_xor_si512(quad, _mm512_set1_epi8((char)0x80));
@@ -414,8 +470,9 @@ LEVEL_FLOATS(int8_floats, INT8)
 LEVEL_FLOATS(int4_floats, INT4)
 LEVEL_FLOATS(fine_floats, FINE)
 LEVEL_FLOATS(uneven_floats, UNEVEN)
+LEVEL_FLOATS(six_floats, SIX)
 
 void multiply_floats(const Product *p, int64_t block, const float *x, int64_t rows, float (*to)[BLOCK]) {
-    if (p->kind == FINE) fine_floats(p, block, x, rows, to);
+    if (num_parts(p->kind) == 2) (p->kind == FINE ? fine_floats : six_floats)(p, block, x, rows, to);
     else (p->kind == INT8 ? int8_floats : p->kind == INT4 ? int4_floats : uneven_floats)(p, block, x, rows, to);
 }

@@ -16,6 +16,7 @@
 #define _mm512_and_si512 ints_and
 #define _mm512_xor_si512 ints_xor
 #define _mm512_sub_epi32 ints_sub
+#define _mm512_sub_epi8 bytes_sub
 #define _mm512_max_epu32 ints_max_unsigned
 #define _mm512_shuffle_epi8 bytes_shuffle
 #define _mm512_srli_epi32 ints_right

@@ -47,6 +47,10 @@ INLINE Floats floats_fmadd(Floats v, Floats w, Floats to) { return FOUR(Floats, 
 INLINE Floats floats_fnmadd(Floats v, Floats w, Floats to) { return FOUR(Floats, OF_THREE, vfmsq_f32, to, v, w); }
 INLINE Ints ints_add(Ints v, Ints w) { return FOUR(Ints, OF_TWO, vaddq_s32, v, w); }
 INLINE Ints ints_sub(Ints v, Ints w) { return FOUR(Ints, OF_TWO, vsubq_s32, v, w); }
+INLINE int32x4_t less_bytes(int32x4_t v, int32x4_t w) {
+    return vreinterpretq_s32_s8(vsubq_s8(vreinterpretq_s8_s32(v), vreinterpretq_s8_s32(w)));
+}
+INLINE Ints bytes_sub(Ints v, Ints w) { return FOUR(Ints, OF_TWO, less_bytes, v, w); }
 INLINE Ints ints_and(Ints v, Ints w) { return FOUR(Ints, OF_TWO, vandq_s32, v, w); }
 INLINE Ints ints_xor(Ints v, Ints w) { return FOUR(Ints, OF_TWO, veorq_s32, v, w); }
 

@@ -233,12 +233,15 @@ INLINE void pack_bytes(const Packing *s, int64_t start, int64_t count, int64_t o
     }
 }
 
+/* Of four levels. */
+INLINE uint32_t low_bits(uint32_t four) { return four & 0x0f0f0f0f; }
+
 /* One group of 64 outputs, those of `block`. */
 static void pack_group(const Packing *s, int64_t block, int64_t g) {
     const Product *p = s->to;
     const int64_t start = block * BLOCK, own = (s->first / BLOCK + block) * groups(p) + g;
     const int64_t count = s->rows - start < BLOCK ? s->rows - start : BLOCK;
-    const int parts = num_parts(p->kind), is_wide = !is_packed(p->kind);
+    const int parts = num_parts(p->kind), is_wide = p->kind == INT8 || p->kind == FINE;
     uint32_t words[BLOCK][GROUP / 4] = {{0}};
     float factors[2][2][BLOCK] = {{{0}}}; /* of each part the scales, then the zeros */
     for (int64_t o = 0; o < count; o++) {
@@ -254,7 +257,12 @@ static void pack_group(const Packing *s, int64_t block, int64_t g) {
             for (int o = 0; o < BLOCK; o++) *to++ = words[o][q];
         else
             for (int both = 0; both < BLOCK; both += 32)
-                for (int o = both; o < both + 16; o++) *to++ = words[o][q] | words[o + 16][q] << 4;
+                for (int o = both; o < both + 16; o++) *to++ = low_bits(words[o][q]) | low_bits(words[o + 16][q]) << 4;
+        if (p->kind == SIX)
+            for (int o = 0; o < 16; o++, to++) {
+                *to = 0;
+                for (int j = 0; j < 4; j++) *to |= (words[16 * j + o][q] >> 4 & 0x03030303) << 2 * j;
+            }
     }
     if (p->scale_type == BYTES) {
         pack_bytes(s, start, count, own, g, parts);

@@ -4,9 +4,10 @@
 
 #include "vectors.h"
 
-enum { PLAIN, INT8, INT4, FINE, UNEVEN };
+enum { PLAIN, INT8, INT4, FINE, UNEVEN, SIX };
 enum { BF16, F16, F32, BYTES }; /* the types of scales */
 enum { GROUP = 32, MOST_ROWS = 256 };
+enum { SIX_MIDDLE = 32 };
 enum { WIDE_GROUPS = 8 }; /* groups of a file's block of 256 inputs */
 enum { TILE = 6 };       /* rows whose sums fit into registers */
 enum { NEAR = 1 << 20 }; /* bytes of inputs that stay in the L2 cache */
@@ -19,6 +20,8 @@ enum { NEAR = 1 << 20 }; /* bytes of inputs that stay in the L2 cache */
    bytes, the first 16 in the low halves.
    FINE is INT8 with a scale for each 16 inputs, twice as many.
    UNEVEN has the layout of INT4; its levels stand for the signed bytes in `table`.
+   SIX has levels 0 to 63, of which SIX_MIDDLE is subtracted, and the scales of FINE. Four inputs are 192 bytes: the low
+   four bits as INT4 has them, then in 64 bytes the two bits above, the first 16 outputs in the lowest two of each.
    scales: [O / 64, G, 1 or 2, 64] of the type `scale_type`. The weight is level * scale, plus the second of two
    scales if `has_zeros`.
    BYTES are scales as a file's blocks of 256 inputs have them, whole numbers times one of the block: for each block,
@@ -42,10 +45,10 @@ INLINE int64_t groups(const Product *p) { return (p->inputs + GROUP - 1) / GROUP
 INLINE int is_packed(int kind) { return kind == INT4 || kind == UNEVEN; }
 
 /* Of a block. */
-INLINE int64_t group_bytes(int kind) { return GROUP * BLOCK / (is_packed(kind) ? 2 : 1); }
+INLINE int64_t group_bytes(int kind) { return GROUP * BLOCK * (is_packed(kind) ? 2 : kind == SIX ? 3 : 4) / 4; }
 
 /* Parts of a group that have a scale each. */
-INLINE int num_parts(int kind) { return kind == FINE ? 2 : 1; }
+INLINE int num_parts(int kind) { return kind == FINE || kind == SIX ? 2 : 1; }
 
 /* Scales and zeros of each. */
 INLINE int num_factors(const Product *p) { return p->has_zeros ? 2 : 1; }

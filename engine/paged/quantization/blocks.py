@@ -15,7 +15,7 @@ from torch import Tensor
 from ...checkpoints.gguf.blocks import IQ4
 from ...checkpoints.mxfp4 import DOUBLED
 from ...checkpoints.rounded import Blocks
-from ...cpu.library import BLOCK, FINE, GROUP, INT4, INT8, UNEVEN, WIDE_GROUPS, Kernels, Product
+from ...cpu.library import BLOCK, GROUP, INT4, INT8, SIX, UNEVEN, WIDE_GROUPS, Kernels, Product
 from ...cpu.process import expect_large_pages
 from ...cpu.rows import TYPES, Rows
 from ..decoding.linear import CompiledLinear
@@ -42,7 +42,7 @@ _FORMS = {
     "Q8_0": _Form(INT8, 0, False, torch.float16),
     "Q4_K": _Form(INT4, 0, True, torch.uint8),
     "Q5_K": _Form(INT8, 0, True, torch.uint8),
-    "Q6_K": _Form(FINE, 0, False, torch.uint8),
+    "Q6_K": _Form(SIX, 0, False, torch.uint8),
     "IQ4_NL": _Form(UNEVEN, 0, False, torch.float16, IQ4),
     "MXFP4": _Form(UNEVEN, 0, False, torch.bfloat16, DOUBLED),
     "MXFP4_PAIRS": _Form(UNEVEN, 0, False, torch.bfloat16, DOUBLED),
@@ -74,15 +74,16 @@ class Packer:
         scale_type = torch.float32 if dtype == torch.float32 and scale_type != torch.uint8 else scale_type
         outputs, inputs = sum(len(part.data) for part in parts), parts[0].inputs
         blocks, groups = -(-outputs // BLOCK), inputs // GROUP
-        has_nibbles = kind in (INT4, UNEVEN)
-        weight = self._memory(blocks * groups * GROUP * BLOCK // (2 if has_nibbles else 1))
-        num_scales = 2 if kind == FINE else 1  # of a group
+        lines = {INT4: 2, UNEVEN: 2, SIX: 3}.get(kind, 4)  # of 64 bytes, for four inputs of a block
+        weight = self._memory(blocks * groups * GROUP // 4 * lines * BLOCK)
+        num_scales = 2 if kind == SIX else 1  # of a group
         shape = blocks, groups * num_scales, 1 + has_zeros, BLOCK
         if scale_type == torch.uint8:
             shape = blocks, groups // WIDE_GROUPS, 1 + has_zeros, (2 + WIDE_GROUPS * num_scales) * BLOCK
         scales = self._memory(prod(shape) * scale_type.itemsize)
-        whole = weight if has_nibbles else weight.view(torch.int8)
-        levels = whole.view(blocks, -1, 2 if has_nibbles else BLOCK, BLOCK if has_nibbles else 4)
+        levels = weight.view(blocks, -1, lines, BLOCK)
+        if lines == 4:
+            levels = weight.view(torch.int8).view(blocks, -1, BLOCK, 4)
         product = Product.of((outputs, inputs), kind, levels, scales.view(scale_type).view(shape), bias, middle, table)
         first = 0
         for part in parts:

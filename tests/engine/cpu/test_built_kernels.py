@@ -17,7 +17,7 @@ import torch
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
 from penstock.engine.cpu import machine, variants
 from penstock.engine.cpu.layouts import fours, grouped, nibbles, paired
-from penstock.engine.cpu.library import FINE, INT4, INT8, PLAIN, UNEVEN, Kernels, NoKernels, Product, load_kernels
+from penstock.engine.cpu.library import FINE, INT4, INT8, PLAIN, SIX, UNEVEN, Kernels, NoKernels, Product, load_kernels
 from penstock.engine.cpu.machine import ARCHITECTURE, KERNEL_FLAGS, cpu_flags
 from penstock.engine.cpu.variants import SOURCES, VARIANTS, file_name, find
 
@@ -67,13 +67,15 @@ def products(dtype: torch.dtype) -> list[tuple[Product, int]]:
         (Product.of((100, 130), kind, weight, factors, None, middle, table), weight.nbytes)
         for kind, weight, factors, middle in given
     ]
-    for kind, factors in ((INT4, 2), (INT8, 2), (FINE, 1)):  # with the scales of a file's blocks
-        weight = (nibbles if kind == INT4 else fours)((four if kind == INT4 else eight).repeat(1, 4)[:, :512])
-        bytes_of_all = torch.randint(-128, 128, (2, 2, factors, 18 if kind == FINE else 10, 64), generator=random)
-        halves = torch.rand((2, 2, factors, 64), generator=random).half()
-        bytes_of_all = bytes_of_all.to(torch.int8).view(torch.uint8)
-        bytes_of_all[..., :2, :] = halves.view(torch.uint8).view(2, 2, factors, 2, 64)
-        made.append((Product.of((100, 512), kind, weight, bytes_of_all.flatten(3), None), weight.nbytes))
+    for kind, count in ((INT4, 2), (INT8, 2), (SIX, 1)):  # with the scales of a file's blocks
+        wide = (four if kind == INT4 else eight).repeat(1, 4)[:, :512]
+        weight = nibbles(wide) if kind == INT4 else fours(wide)
+        if kind == SIX:
+            weight = torch.randint(256, (2, 128, 3, 64), dtype=torch.uint8, generator=random)
+        halves = torch.rand((2, 2, count, 64), generator=random).half().view(torch.uint8)
+        numbers = torch.randint(256, (2, 2, count, 64 * (16 if kind == SIX else 8)), generator=random)
+        factors = torch.cat((halves, numbers.to(torch.uint8)), dim=-1)
+        made.append((Product.of((100, 512), kind, weight, factors, None), weight.nbytes))
     return made
 
 

@@ -90,7 +90,7 @@ def test_scales_of_a_file_compute_what_numbers_do(kind: str, dtype: torch.dtype,
         assert torch.equal(found(x[:rows]), alone[:rows])
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("Q4_K", 4.625), ("Q5_K", 8.625), ("Q6_K", 8.5625), ("Q4_0", 4.5)])
+@pytest.mark.parametrize(("kind", "bits"), [("Q4_K", 4.625), ("Q5_K", 8.625), ("Q6_K", 6.5625), ("Q4_0", 4.5)])
 def test_bits_of_a_weight(kind: str, bits: float, kernels: Kernels) -> None:
     found = Packer(kernels).pack([some(kind, 128)], None, torch.bfloat16)
     assert found is not None
