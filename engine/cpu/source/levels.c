@@ -393,6 +393,7 @@ INLINE int64_t tiled_rows(int64_t rows) {
 
 void multiply_levels(const Product *p, int64_t block, const Inputs *x, int64_t first, int64_t rows,
                      float (*to)[BLOCK]) {
+    if (!rows) return; /* a step that only fills the cache needs no logits */
     if (num_parts(p->kind) == 2) {
         (p->kind == FINE ? fine_rows : six_rows)(p, block, x, first, rows, to);
         return;
