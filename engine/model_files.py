@@ -55,7 +55,7 @@ class ModelFiles(NamedTuple):
     method: str | None  # if the checkpoint is quantised
     number: int  # bytes of each number as it is loaded
     widths: Mapping[str, float]  # bytes of a number of the weights whose levels are kept, by their names
-    in_bytes: Mapping[str, float]  # the same of those whose bytes a GPU keeps
+    on_gpu: Mapping[str, float]  # the same of those that take other memory on a GPU, or keep levels there alone
     rows: Set[str]  # the weights of embeddings that stay in the blocks of a GGUF file
     sizes: Mapping[str, int]  # numbers of each weight
     stored: int  # bytes of all tensors of a GGUF file; 0 of another
@@ -78,7 +78,9 @@ class ModelFiles(NamedTuple):
         gguf, family = read_gguf(path) if is_gguf(path) else None, family_of(whole)
         packed = None if gguf else packed_files(path)
         widths = gguf_widths(gguf) if gguf else packed_widths(packed.weights, packed.packing) if packed else {}
-        in_bytes = byte_widths(packed.weights, packed.packing) if packed else {}
+        on_gpu = byte_widths(packed.weights, packed.packing) if packed else {}
+        if gguf:
+            on_gpu = {name: width for name, width in gguf_widths(gguf, on_gpu=True).items() if not is_of_tower(name)}
         return cls(
             config=whole,
             settings=settings,
@@ -90,7 +92,7 @@ class ModelFiles(NamedTuple):
             method=quantized.method if quantized else None,
             number=_BYTES.get(name, 4),
             widths={name: width for name, width in widths.items() if not is_of_tower(name)},
-            in_bytes=in_bytes,
+            on_gpu=on_gpu,
             rows=tables_in_rows(gguf) if gguf else frozenset(),
             sizes=sizes,
             stored=sum(tensor.nbytes for tensor in gguf.tensors.values()) if gguf else 0,
@@ -102,14 +104,14 @@ class ModelFiles(NamedTuple):
     @property
     def has_levels(self) -> bool:
         """Whether weights lie in fewer bits than they have when they are loaded in a dtype."""
-        return bool(self.method or self.widths or self.in_bytes)
+        return bool(self.method or self.widths or self.on_gpu)
 
     def weights(self, config: EngineConfig, device: str) -> Weights:
         """`device` is the type of the device."""
         if self.stored and not find_backend(config.backend, config.allowed_backends).expands:
             return Weights(self.stored, self.stored, self.stored)
         packs = config.backend == "paged" and (device == "cpu" or self._takes_levels(config, device))
-        widths = {**self.widths, **(self.in_bytes if device == "cuda" else {})}
+        widths = {**self.widths, **(self.on_gpu if device == "cuda" else {})}
         tower = sum(size for name, size in self.sizes.items() if is_of_tower(name))
         seeing = tower * max(self.number, 4 if packs and not computes_bfloat16() else 0)  # the tower's bytes
         expanded = (self.parameters - tower) * self.number + seeing

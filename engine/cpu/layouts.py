@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .library import BLOCK, GROUP, INT4, PLAIN, UNEVEN, Product, span
+from .library import BLOCK, GROUP, INT4, PLAIN, SIX, UNEVEN, Product, span
 
 
 def padded(tensor: Tensor, rows: int, columns: int) -> Tensor:
@@ -46,6 +46,16 @@ def grouped(factors: Tensor) -> Tensor:
 
 def numbers(product: Product, dtype: torch.dtype, start: int, stop: int) -> Tensor:
     """The weight that the kernels multiply by, in float32: outputs of blocks `start` to `stop`, [64 · blocks, I]."""
+    if product.rest is not None:
+        own = (product.outputs - product.rest.outputs) // BLOCK
+        both = [_numbers(product, dtype, start, min(stop, own))] if start < own else []
+        both += [numbers(product.rest, dtype, max(start - own, 0), stop - own)] if stop > own else []
+        return torch.cat(both)
+    return _numbers(product, dtype, start, stop)
+
+
+def _numbers(product: Product, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+    """Of blocks of its own."""
     weight, scales, _ = product.tensors
     assert weight is not None
     if product.kind == PLAIN:
@@ -55,9 +65,14 @@ def numbers(product: Product, dtype: torch.dtype, start: int, stop: int) -> Tens
         pairs = lines if dtype == torch.bfloat16 else lines.transpose(2, 3)
         return pairs.transpose(1, 2).flatten(2).flatten(0, 1)[:, : product.inputs]
     assert scales is not None
-    levels, groups = weight[start:stop], scales[start:stop].float().permute(2, 0, 3, 1).flatten(1, 2)  # [1 or 2, O, G]
+    factors = scales[start:stop]
+    factors = _multiplied(factors) if factors.dtype == torch.uint8 else factors.float()
+    levels, groups = weight[start:stop], factors.permute(2, 0, 3, 1).flatten(1, 2)  # [1 or 2, O, G]
+    if product.kind == SIX:
+        upper = torch.stack([levels[:, :, 2] >> 2 * vector & 3 for vector in range(4)], dim=2)
+        levels = (_unpacked(levels[:, :, :2]) | upper.flatten(2) << 4).to(torch.int8) - 32
     if product.kind in (INT4, UNEVEN):
-        levels = torch.stack((levels & 15, levels >> 4), dim=3).flatten(2).to(torch.int8)
+        levels = _unpacked(levels).to(torch.int8)
         table = torch.tensor(list(product.table), dtype=torch.int8)
         levels = table[levels.int()] if product.kind == UNEVEN else levels - product.middle
     rows = levels.view(len(levels), -1, BLOCK, 4).transpose(1, 2).reshape(*groups.shape[1:], -1).float()
@@ -79,6 +94,18 @@ def _pairs(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """[O, I] → [O / 64, I / 2, 64, 2], a view unless it needs padding."""
     whole = padded(weight, BLOCK, _unit(dtype))
     return whole.view(len(whole) // BLOCK, BLOCK, -1, 2).transpose(1, 2)
+
+
+def _unpacked(halves: Tensor) -> Tensor:
+    """[..., 2, 64] → [..., 256]"""
+    return torch.stack((halves & 15, halves >> 4), dim=-2).flatten(-3)
+
+
+def _multiplied(scales: Tensor) -> Tensor:
+    """BYTES → [O / 64, G, 1 or 2, 64], float32."""
+    whole, numbers = scales[..., : 2 * BLOCK].contiguous().view(torch.float16), scales[..., 2 * BLOCK :]
+    each = numbers.contiguous().view(torch.int8).view(*numbers.shape[:3], -1, BLOCK)
+    return (each * whole.float()[..., None, :]).transpose(2, 3).flatten(1, 2)
 
 
 def _unit(dtype: torch.dtype) -> int:

@@ -27,8 +27,11 @@ BLOCK = 64
 GROUP = 32
 """Inputs of a quantised weight that share a scale, as in the source."""
 
-PLAIN, INT8, INT4, FINE, UNEVEN = range(5)
-_SCALE_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+WIDE_GROUPS = 8
+"""Groups of a file's block of 256 inputs, as in the source."""
+
+PLAIN, INT8, INT4, FINE, UNEVEN, SIX = range(6)
+_SCALE_TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8)
 _INPUT_BYTES = GROUP + 20  # of a group of quantised inputs, as in the source
 
 TILE_ROWS = 16
@@ -52,8 +55,10 @@ class Product(ctypes.Structure):
         *((name, _POINTER) for name in ("weight", "scales", "bias")),
         *((name, _INT) for name in ("inputs", "outputs", "kind", "scale_type", "has_zeros", "middle")),
         ("table", ctypes.c_int8 * 16),
+        ("more", _POINTER),
     ]
     tensors: tuple[Tensor | None, ...]
+    rest: Product | None = None  # what `more` points to
 
     @classmethod
     def of(
@@ -66,8 +71,10 @@ class Product(ctypes.Structure):
         middle: int = 0,
         table: Sequence[int] = (),
     ) -> Self:
-        """`shape` is [O, I]; `weight` may be in oneDNN's layout; `scales` are [O / 64, G, 1 or 2, 64], 2 G for FINE.
+        """`shape` is [O, I]; `weight` may be in oneDNN's layout; `scales` are [O / 64, G, 1 or 2, 64].
 
+        Scales of one byte are the source's BYTES, [O / 64, I / 256, 1 or 2, 64 * (2 + 8)]. FINE and SIX have 2 G
+        scales, or 64 * (2 + 16) bytes.
         `table` are the 16 numbers of UNEVEN.
         """
         bias = None if bias is None else bias.float()
@@ -76,6 +83,18 @@ class Product(ctypes.Structure):
         product = cls(span(weight)[0], *others, shape[1], shape[0], kind, *about, middle, (ctypes.c_int8 * 16)(*table))
         product.tensors = weight, scales, bias
         return product
+
+    def followed_by(self, rest: Self) -> Self:
+        """From now on this weight, of whole blocks of levels, has that of `rest` behind it; its bias is for both."""
+        outputs: int = rest.outputs
+        self.outputs += outputs
+        self.rest, self.more = rest, ctypes.addressof(rest)
+        return self
+
+    @property
+    def parts(self) -> list[Product]:
+        """This one and those that follow, each with its own outputs and theirs."""
+        return [self, *(self.rest.parts if self.rest is not None else ())]
 
     def room(self, rows: int) -> int:
         """The bytes that the inputs of so many rows take when they are quantised."""

@@ -112,7 +112,7 @@ class Experts:
         self._clamp, self._has_gelu = clamp, has_gelu
         self.sizes, self._firsts = Sizes(len(inner), inner[0].inputs, outer[0].inputs), (inner[0], outer[0])
         self._inner, self._outer = ((Product * len(inner))(*products) for products in (inner, outer))
-        self._tensors = [product.tensors for product in (*inner, *outer)]
+        self._kept_alive = (*inner, *outer)  # the arrays hold addresses of what these have
         self._kernels, self._rooms = kernels, rooms
 
     @classmethod
@@ -171,11 +171,9 @@ class Experts:
         return result.to(x.dtype)
 
 
-def _kind(product: Product) -> tuple[int, ...]:
-    return (
-        *(product.inputs, product.outputs, product.kind),
-        *(product.scale_type, product.has_zeros, product.middle),
-    )
+def _kind(product: Product) -> tuple[tuple[int, ...], ...]:
+    parts = product.parts
+    return tuple((one.inputs, one.outputs, one.kind, one.scale_type, one.has_zeros, one.middle) for one in parts)
 
 
 def _dtype(product: Product) -> torch.dtype | None:

@@ -16,6 +16,7 @@
 #define _mm512_and_si512 ints_and
 #define _mm512_xor_si512 ints_xor
 #define _mm512_sub_epi32 ints_sub
+#define _mm512_sub_epi8 bytes_sub
 #define _mm512_max_epu32 ints_max_unsigned
 #define _mm512_shuffle_epi8 bytes_shuffle
 #define _mm512_srli_epi32 ints_right
@@ -25,6 +26,7 @@
 #define _mm512_cvtps_epi32 nearest_ints
 #define _mm512_cvtph_ps floats_from_halves
 #define _mm512_cvtepu16_epi32 ints_from_shorts
+#define _mm512_cvtepi8_epi32 ints_from_bytes
 #define _mm512_cvtepi32_epi16 shorts_from_ints
 #define _mm512_cvtsepi32_epi8 bytes_from_ints
 #define _mm512_storeu_ps floats_to

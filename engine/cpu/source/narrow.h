@@ -48,6 +48,7 @@ EACH_INT(ints_add, _mm256_add_epi32)
 EACH_INT(ints_and, _mm256_and_si256)
 EACH_INT(ints_xor, _mm256_xor_si256)
 EACH_INT(ints_sub, _mm256_sub_epi32)
+EACH_INT(bytes_sub, _mm256_sub_epi8)
 EACH_INT(ints_max_unsigned, _mm256_max_epu32)
 EACH_INT(ints_madd, _mm256_madd_epi16)
 EACH_INT(ints_maddubs, _mm256_maddubs_epi16)
@@ -102,6 +103,10 @@ INLINE Floats floats_from_halves(__m256i v) {
 INLINE Ints ints_from_shorts(__m256i v) {
     __m128i low = _mm256_castsi256_si128(v), high = _mm256_extracti128_si256(v, 1);
     return (Ints){_mm256_cvtepu16_epi32(low), _mm256_cvtepu16_epi32(high)};
+}
+
+INLINE Ints ints_from_bytes(__m128i v) {
+    return (Ints){_mm256_cvtepi8_epi32(v), _mm256_cvtepi8_epi32(_mm_unpackhi_epi64(v, v))};
 }
 
 /* Of numbers from 0 to 65,535. */

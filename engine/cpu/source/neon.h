@@ -47,6 +47,10 @@ INLINE Floats floats_fmadd(Floats v, Floats w, Floats to) { return FOUR(Floats, 
 INLINE Floats floats_fnmadd(Floats v, Floats w, Floats to) { return FOUR(Floats, OF_THREE, vfmsq_f32, to, v, w); }
 INLINE Ints ints_add(Ints v, Ints w) { return FOUR(Ints, OF_TWO, vaddq_s32, v, w); }
 INLINE Ints ints_sub(Ints v, Ints w) { return FOUR(Ints, OF_TWO, vsubq_s32, v, w); }
+INLINE int32x4_t less_bytes(int32x4_t v, int32x4_t w) {
+    return vreinterpretq_s32_s8(vsubq_s8(vreinterpretq_s8_s32(v), vreinterpretq_s8_s32(w)));
+}
+INLINE Ints bytes_sub(Ints v, Ints w) { return FOUR(Ints, OF_TWO, less_bytes, v, w); }
 INLINE Ints ints_and(Ints v, Ints w) { return FOUR(Ints, OF_TWO, vandq_s32, v, w); }
 INLINE Ints ints_xor(Ints v, Ints w) { return FOUR(Ints, OF_TWO, veorq_s32, v, w); }
 
@@ -124,6 +128,11 @@ INLINE Floats floats_from_halves(Shorts v) {
 INLINE Ints ints_from_shorts(Shorts v) {
     return (Ints){vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(v.a))), vreinterpretq_s32_u32(vmovl_high_u16(v.a)),
                   vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(v.b))), vreinterpretq_s32_u32(vmovl_high_u16(v.b))};
+}
+INLINE Ints ints_from_bytes(int8x16_t v) {
+    int16x8_t low = vmovl_s8(vget_low_s8(v)), high = vmovl_high_s8(v);
+    return (Ints){vmovl_s16(vget_low_s16(low)), vmovl_high_s16(low), vmovl_s16(vget_low_s16(high)),
+                  vmovl_high_s16(high)};
 }
 INLINE uint16x8_t shorts_of(int32x4_t v, int32x4_t w) {
     return vuzp1q_u16(vreinterpretq_u16_s32(v), vreinterpretq_u16_s32(w));

@@ -30,6 +30,12 @@ typedef struct {
     float scales[2], zeros[2];
 } Group;
 
+/* The same scales and zeros as BYTES has them: the numbers of the block, in half precision, and those of each half. */
+typedef struct {
+    uint16_t whole[2];
+    int8_t bytes[2][2];
+} Bytes;
+
 INLINE float half_at(const uint8_t *at) {
     uint16_t bits;
     memcpy(&bits, at, 2);
@@ -164,6 +170,24 @@ static ReadGroup *const readers[] = {
     [IQ4_NL] = read_IQ4_NL, [MXFP4] = read_MXFP4, [MXFP4_PAIRS] = read_MXFP4_PAIRS,
 };
 
+/* Of Q4_K, Q5_K and Q6_K. */
+INLINE Bytes read_bytes(const uint8_t *row, int64_t g, int64_t type) {
+    const int j = g % WIDE_GROUPS;
+    Bytes found = {{0}};
+    if (type == Q6_K) {
+        const uint8_t *block = row + g / WIDE_GROUPS * 210;
+        memcpy(found.whole, block + 208, 2), memcpy(found.bytes[0], block + 192 + 2 * j, 2);
+        return found;
+    }
+    const uint8_t *block = row + g / WIDE_GROUPS * (type == Q4_K ? 144 : 176);
+    int scale, least;
+    six_bits(block + 4, j, &scale, &least);
+    memcpy(found.whole, block, 4);
+    found.whole[1] ^= 0x8000; /* zeros are negated */
+    for (int part = 0; part < 2; part++) found.bytes[0][part] = scale, found.bytes[1][part] = least;
+    return found;
+}
+
 /* The bfloat16 number next to this one. */
 INLINE uint16_t nearest_bfloat16(float number) {
     union { float number; uint32_t bits; } given = {number};
@@ -191,12 +215,33 @@ void read_rows(const Table *from, const int64_t *ids, int64_t count, float *room
     }
 }
 
+/* BYTES of one group of `count` outputs, those from `start` on; `own` is the group's number. */
+INLINE void pack_bytes(const Packing *s, int64_t start, int64_t count, int64_t own, int64_t g, int parts) {
+    const int factors = num_factors(s->to), number = own % WIDE_GROUPS * parts;
+    uint8_t *to[2];
+    for (int i = 0; i < factors; i++) {
+        to[i] = bytes_at(s->to, own * parts, i, parts);
+        if (!number) memset(to[i], 0, 2 * BLOCK);
+        memset(to[i] + (2 + number) * BLOCK, 0, parts * BLOCK);
+    }
+    for (int64_t o = 0; o < count; o++) {
+        const Bytes found = read_bytes(s->data + (start + o) * s->row_bytes, g, s->type);
+        for (int i = 0; i < factors; i++) {
+            if (!number) memcpy(to[i] + 2 * o, found.whole + i, 2);
+            for (int part = 0; part < parts; part++) to[i][(2 + number + part) * BLOCK + o] = found.bytes[i][part];
+        }
+    }
+}
+
+/* Of four levels. */
+INLINE uint32_t low_bits(uint32_t four) { return four & 0x0f0f0f0f; }
+
 /* One group of 64 outputs, those of `block`. */
 static void pack_group(const Packing *s, int64_t block, int64_t g) {
     const Product *p = s->to;
     const int64_t start = block * BLOCK, own = (s->first / BLOCK + block) * groups(p) + g;
     const int64_t count = s->rows - start < BLOCK ? s->rows - start : BLOCK;
-    const int parts = num_parts(p->kind), num_factors = p->has_zeros ? 2 : 1, is_wide = !is_packed(p->kind);
+    const int parts = num_parts(p->kind), is_wide = p->kind == INT8 || p->kind == FINE;
     uint32_t words[BLOCK][GROUP / 4] = {{0}};
     float factors[2][2][BLOCK] = {{{0}}}; /* of each part the scales, then the zeros */
     for (int64_t o = 0; o < count; o++) {
@@ -212,11 +257,20 @@ static void pack_group(const Packing *s, int64_t block, int64_t g) {
             for (int o = 0; o < BLOCK; o++) *to++ = words[o][q];
         else
             for (int both = 0; both < BLOCK; both += 32)
-                for (int o = both; o < both + 16; o++) *to++ = words[o][q] | words[o + 16][q] << 4;
+                for (int o = both; o < both + 16; o++) *to++ = low_bits(words[o][q]) | low_bits(words[o + 16][q]) << 4;
+        if (p->kind == SIX)
+            for (int o = 0; o < 16; o++, to++) {
+                *to = 0;
+                for (int j = 0; j < 4; j++) *to |= (words[16 * j + o][q] >> 4 & 0x03030303) << 2 * j;
+            }
+    }
+    if (p->scale_type == BYTES) {
+        pack_bytes(s, start, count, own, g, parts);
+        return;
     }
     for (int part = 0; part < parts; part++)
-        for (int i = 0; i < num_factors; i++) {
-            const int64_t at = ((own * parts + part) * num_factors + i) * BLOCK;
+        for (int i = 0; i < num_factors(p); i++) {
+            const int64_t at = ((own * parts + part) * num_factors(p) + i) * BLOCK;
             if (p->scale_type == F32) memcpy((float *)p->scales + at, factors[part][i], sizeof factors[part][i]);
             else
                 for (int64_t o = 0; o < BLOCK; o++)

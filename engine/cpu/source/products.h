@@ -163,13 +163,21 @@ INLINE void quantize(Thread *t, const Product *p, const void *x, int64_t rows, c
     wait_for_all(t);
 }
 
+/* The product that has a block itself, whose number becomes that of its own. */
+INLINE const Product *owner(const Product *p, int64_t *block) {
+    for (int64_t own; p->more && *block >= (own = blocks(p) - blocks(p->more)); p = p->more) *block -= own;
+    return p;
+}
+
 /* Rows `first` to `first + rows` of x [R, I] times one block of 64 outputs, plus the bias -> [rows, 64]. x are the same
    rows as `levels` if the product takes those. Returns how many of the 64 are real outputs. */
 INLINE int64_t multiply(const Product *p, int64_t block, const void *x, const Inputs *levels, int64_t first,
                         int64_t rows, float (*to)[BLOCK], int half) {
     const void *from = (const uint8_t *)x + first * p->inputs * (half ? 2 : 4);
-    if (takes_levels(p, half)) multiply_levels(p, block, levels, first, rows, to);
-    else if (p->kind != PLAIN) multiply_floats(p, block, from, rows, to);
+    int64_t at = block;
+    const Product *own = owner(p, &at);
+    if (takes_levels(own, half)) multiply_levels(own, at, levels, first, rows, to);
+    else if (own->kind != PLAIN) multiply_floats(own, at, from, rows, to);
     else if (half && has_tiles) plain_tiles(p, block, from, rows, to);
     else (half ? plain_bf16 : plain_f32)(p, block, from, rows, to);
     int64_t count = p->outputs - block * BLOCK;

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
+from functools import reduce
+from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
@@ -13,7 +15,7 @@ from torch import Tensor
 from ...checkpoints.gguf.blocks import IQ4
 from ...checkpoints.mxfp4 import DOUBLED
 from ...checkpoints.rounded import Blocks
-from ...cpu.library import BLOCK, FINE, GROUP, INT4, INT8, UNEVEN, Kernels, Product
+from ...cpu.library import BLOCK, GROUP, INT4, INT8, SIX, UNEVEN, WIDE_GROUPS, Kernels, Product
 from ...cpu.process import expect_large_pages
 from ...cpu.rows import TYPES, Rows
 from ..decoding.linear import CompiledLinear
@@ -38,9 +40,9 @@ _FORMS = {
     "Q5_0": _Form(INT8, 0, False, torch.float16),
     "Q5_1": _Form(INT8, 0, True, torch.float16),
     "Q8_0": _Form(INT8, 0, False, torch.float16),
-    "Q4_K": _Form(INT4, 0, True, torch.float32),
-    "Q5_K": _Form(INT8, 0, True, torch.float32),
-    "Q6_K": _Form(FINE, 0, False, torch.float32),
+    "Q4_K": _Form(INT4, 0, True, torch.uint8),
+    "Q5_K": _Form(INT8, 0, True, torch.uint8),
+    "Q6_K": _Form(SIX, 0, False, torch.uint8),
     "IQ4_NL": _Form(UNEVEN, 0, False, torch.float16, IQ4),
     "MXFP4": _Form(UNEVEN, 0, False, torch.bfloat16, DOUBLED),
     "MXFP4_PAIRS": _Form(UNEVEN, 0, False, torch.bfloat16, DOUBLED),
@@ -55,22 +57,33 @@ class Packer:
         self._arena, self._taken = torch.empty(0, dtype=torch.uint8), 0
 
     def pack(self, parts: Sequence[Blocks], bias: Tensor | None, dtype: torch.dtype) -> CompiledLinear | None:
-        """One product of weights whose outputs are side by side, for activations of `dtype`; None for other types, and
-        where a part other than the last ends within 64 outputs."""
-        forms = {_FORMS[part.kind] for part in parts if part.kind in _FORMS}
+        """One product of weights whose outputs are side by side, each in its own form, for activations of `dtype`; None
+        for other types, and where a part other than the last ends within 64 outputs."""
         is_known = all(part.kind in _FORMS for part in parts) and self._kernels.take(dtype, parts[0].inputs)
         if not is_known or any(len(part.data) % BLOCK for part in parts[:-1]):
             return None
-        kind, middle, has_zeros, scale_type, table = _common(forms)
-        scale_type = torch.float32 if dtype == torch.float32 else scale_type
+        runs = [list(run) for _, run in groupby(parts, key=lambda part: _FORMS[part.kind])]
+        made = [self._run(run, None if number else bias, dtype) for number, run in enumerate(runs)]
+        product = reduce(lambda behind, one: one.followed_by(behind), reversed(made))
+        weights = [tensor for one in product.parts for tensor in one.tensors[:2] if tensor is not None]
+        return CompiledLinear(product, weights[0], sum(tensor.nbytes for tensor in weights), self._kernels)
+
+    def _run(self, parts: Sequence[Blocks], bias: Tensor | None, dtype: torch.dtype) -> Product:
+        """That of weights of one form."""
+        kind, middle, has_zeros, scale_type, table = _FORMS[parts[0].kind]
+        scale_type = torch.float32 if dtype == torch.float32 and scale_type != torch.uint8 else scale_type
         outputs, inputs = sum(len(part.data) for part in parts), parts[0].inputs
         blocks, groups = -(-outputs // BLOCK), inputs // GROUP
-        has_nibbles = kind in (INT4, UNEVEN)
-        weight = self._memory(blocks * groups * GROUP * BLOCK // (2 if has_nibbles else 1))
-        shape = blocks, groups * (2 if kind == FINE else 1), 1 + has_zeros, BLOCK
+        lines = {INT4: 2, UNEVEN: 2, SIX: 3}.get(kind, 4)  # of 64 bytes, for four inputs of a block
+        weight = self._memory(blocks * groups * GROUP // 4 * lines * BLOCK)
+        num_scales = 2 if kind == SIX else 1  # of a group
+        shape = blocks, groups * num_scales, 1 + has_zeros, BLOCK
+        if scale_type == torch.uint8:
+            shape = blocks, groups // WIDE_GROUPS, 1 + has_zeros, (2 + WIDE_GROUPS * num_scales) * BLOCK
         scales = self._memory(prod(shape) * scale_type.itemsize)
-        whole = weight if has_nibbles else weight.view(torch.int8)
-        levels = whole.view(blocks, -1, 2 if has_nibbles else BLOCK, BLOCK if has_nibbles else 4)
+        levels = weight.view(blocks, -1, lines, BLOCK)
+        if lines == 4:
+            levels = weight.view(torch.int8).view(blocks, -1, BLOCK, 4)
         product = Product.of((outputs, inputs), kind, levels, scales.view(scale_type).view(shape), bias, middle, table)
         first = 0
         for part in parts:
@@ -79,7 +92,7 @@ class Packer:
             own = (ctypes.c_int8 * 16)(*_FORMS[part.kind].table)
             self._kernels.library.pack_blocks(*given, ctypes.byref(product), own, torch.get_num_threads())
             first += len(data)
-        return CompiledLinear(product, levels, levels.nbytes + scales.nbytes, self._kernels)
+        return product
 
     def _memory(self, size: int) -> Tensor:
         if size > _SMALL:
@@ -99,11 +112,3 @@ def _large(size: int) -> Tensor:
 def rows_of(table: Blocks, kernels: Kernels) -> Rows:
     """What looks up the rows of a table in a copy of its blocks: a file that is mapped may be replaced."""
     return Rows(kernels, table.kind, table.data.clone(), table.inputs, _FORMS[table.kind].table)
-
-
-def _common(forms: Set[_Form]) -> _Form:
-    """The form itself if there is one, else what all fit into."""
-    if len(forms) == 1:
-        return next(iter(forms))
-    is_fine = any(form.kind == FINE for form in forms)
-    return _Form(FINE if is_fine else INT8, 0, True, torch.float32)

@@ -221,6 +221,22 @@ def test_nvfp4_has_the_numbers_of_the_file_times_its_scales(
         assert engine.generate(PROMPTS[0], GenerationParams(max_tokens=4, ignore_eos=True)).token_ids
 
 
+@pytest.mark.skipif(not {*cpu_flags().split()} >= KERNEL_FLAGS, reason="the kernels need AVX2")
+def test_a_prompt_comes_in_pieces_where_a_head_has_a_scale_for_16(
+    make_model: Callable[[Case], Path], tmp_path: Path
+) -> None:
+    """A step before the last piece wants no logits."""
+    directory, path = make_model(Case("llama", "llama", {"tie_word_embeddings": False}, {})), tmp_path / "model.gguf"
+    write_gguf(directory, path, "llama", lambda name, _: "NVFP4" if name == "lm_head.weight" else None)
+    found = []
+    for size in (None, 16):
+        config = EngineConfig(model=str(path), device="cpu", dtype="bfloat16", prefill_chunk_size=size)
+        with InferenceEngine(config) as engine:
+            params = GenerationParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
+            found.append([output.token_ids for output in engine.generate(PROMPTS, params)])
+    assert found[0] == found[1]
+
+
 def test_a_scale_that_does_not_fit_is_refused(make_model: Callable[[Case], Path], tmp_path: Path) -> None:
     directory, path = make_model(CASES[0]), tmp_path / "model.gguf"
     for name, values, fault in (

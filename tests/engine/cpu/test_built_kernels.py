@@ -17,7 +17,7 @@ import torch
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
 from penstock.engine.cpu import machine, variants
 from penstock.engine.cpu.layouts import fours, grouped, nibbles, paired
-from penstock.engine.cpu.library import FINE, INT4, INT8, PLAIN, UNEVEN, Kernels, NoKernels, Product, load_kernels
+from penstock.engine.cpu.library import FINE, INT4, INT8, PLAIN, SIX, UNEVEN, Kernels, NoKernels, Product, load_kernels
 from penstock.engine.cpu.machine import ARCHITECTURE, KERNEL_FLAGS, cpu_flags
 from penstock.engine.cpu.variants import SOURCES, VARIANTS, file_name, find
 
@@ -63,14 +63,24 @@ def products(dtype: torch.dtype) -> list[tuple[Product, int]]:
         (FINE, fours(eight), grouped(scales), 0),
         (UNEVEN, nibbles(four), grouped(scales[:, :5, :1].bfloat16()), 0),
     ]
-    return [
+    made = [
         (Product.of((100, 130), kind, weight, factors, None, middle, table), weight.nbytes)
         for kind, weight, factors, middle in given
     ]
+    for kind, count in ((INT4, 2), (INT8, 2), (SIX, 1)):  # with the scales of a file's blocks
+        wide = (four if kind == INT4 else eight).repeat(1, 4)[:, :512]
+        weight = nibbles(wide) if kind == INT4 else fours(wide)
+        if kind == SIX:
+            weight = torch.randint(256, (2, 128, 3, 64), dtype=torch.uint8, generator=random)
+        halves = torch.rand((2, 2, count, 64), generator=random).half().view(torch.uint8)
+        numbers = torch.randint(256, (2, 2, count, 64 * (16 if kind == SIX else 8)), generator=random)
+        factors = torch.cat((halves, numbers.to(torch.uint8)), dim=-1)
+        made.append((Product.of((100, 512), kind, weight, factors, None), weight.nbytes))
+    return made
 
 
-def inputs(rows: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn((rows, 130), generator=torch.Generator().manual_seed(1)).to(dtype)
+def inputs(product: Product, rows: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn((rows, product.inputs), generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
 class TestChoosing:
@@ -125,7 +135,7 @@ class TestWithoutACompiler:
         native = load_kernels()
         assert native.name != kernels.name
         for product, _ in products(torch.bfloat16)[1:]:
-            x = inputs(37, torch.bfloat16)
+            x = inputs(product, 37, torch.bfloat16)
             assert torch.equal(kernels.multiply(product, x), native.multiply(product, x))
 
     def test_an_engine_is_as_fast_and_says_nothing(
@@ -200,8 +210,8 @@ def test_aarch64_has_the_same_bits(variant: variants.Variant, tmp_path: Path, bu
     subprocess.run([*command, "-o", tmp_path / "driver", *sources, "-lm"], check=True, timeout=300)
     kernels = Kernels(CDLL(str(next(built.iterdir()))))
     for dtype in (torch.bfloat16, torch.float32):
-        x = inputs(9, dtype)
         for product, nbytes in products(dtype):
+            x = inputs(product, 9, dtype)
             _, scales, _ = product.tensors
             factors = b"" if scales is None else scales.view(torch.uint8).numpy().tobytes()
             weight = product.tensors[0]

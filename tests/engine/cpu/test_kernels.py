@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
 
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
-from penstock.engine.checkpoints.rounded import Rounded
+from penstock.engine.checkpoints.gguf.types import BLOCKS
+from penstock.engine.checkpoints.gguf.weights import rounded_of
+from penstock.engine.checkpoints.rounded import Blocks, Rounded
 from penstock.engine.cpu.compiling import compiled
 from penstock.engine.cpu.layouts import numbers
 from penstock.engine.cpu.library import PLAIN, Kernels, NoKernels, Product, load_kernels
@@ -31,6 +33,7 @@ from penstock.engine.models import user_cache
 from penstock.engine.paged.attention_hook import ATTENTION
 from penstock.engine.paged.decoding.linear import CompiledLinear, PackedLinear, PlainLinear, packs_bfloat16, reorder
 from penstock.engine.paged.packing import Computed, Segment
+from penstock.engine.paged.quantization.blocks import Packer
 from penstock.engine.paged.quantization.quantize import ProductMaker, dequantized, linear_maker
 from penstock.engine.paged.runner import Runner
 
@@ -251,6 +254,26 @@ FORMS = [
 ]
 
 
+def group_by_group(x: Tensor, known: Rounded) -> Tensor:
+    """Whole numbers within a group, then float32, [T, O]."""
+    size, outputs = known.size, len(known.levels)
+    levels, steps = quantized_inputs(x)
+    levels, steps = levels.view(len(x), -1, size), steps.repeat_interleave(32 // size, dim=1)
+    ours = known.levels.float().view(outputs, -1, size) - known.middle
+    sums, totals = torch.zeros(len(x), outputs), steps * levels.sum(-1)
+
+    def add(a: Tensor, b: Tensor) -> None:
+        """One rounding for a product and its sum."""
+        sums.copy_((a.double() * b.double() + sums.double()).float())
+
+    for group in range(levels.shape[1]):
+        dots = levels[:, group] @ ours[:, group].T
+        add(dots * known.scales[:, group].float(), steps[:, group, None])
+        if known.zeros is not None:
+            add(known.zeros[:, group].float().expand(len(x), outputs), totals[:, group, None])
+    return sums
+
+
 def _with(known: Rounded) -> nn.Linear:
     """A module that was loaded with these levels."""
     module = nn.Linear(known.levels.shape[1], len(known.levels), bias=False)
@@ -276,26 +299,34 @@ def test_products_of_levels_are_exact(
     linear = ProductMaker(None, torch.device("cpu"), kernels())([_with(known).bfloat16()], "any", is_head=False)
     assert linear.product is not None
     assert torch.allclose(numbers(linear.product, torch.bfloat16, 0, 2)[:80], known.numbers, atol=1e-6, rtol=1e-6)
-    levels, steps = quantized_inputs(x)
-    levels, steps = levels.view(37, -1, size), steps.repeat_interleave(32 // size, dim=1)
-    ours = drawn.float().view(80, -1, size) - middle
-    sums, totals = torch.zeros(37, 80), steps * levels.sum(-1)
-
-    def add(a: Tensor, b: Tensor) -> None:
-        """One rounding for a product and its sum."""
-        sums.copy_((a.double() * b.double() + sums.double()).float())
-
-    for group in range(192 // size):
-        dots = levels[:, group] @ ours[:, group].T
-        add(dots * scales[:, group].float(), steps[:, group, None])
-        if has_zeros:
-            add(zeros[:, group].float().expand(37, 80), totals[:, group, None])
+    sums = group_by_group(x, known)
     assert torch.equal(kernels().multiply(linear.product, x), sums.bfloat16())
     for row in (0, 3, 36):
         assert torch.equal(kernels().multiply(linear.product, x[row : row + 1])[0], sums[row].bfloat16())
     floats = ProductMaker(None, torch.device("cpu"), kernels())([_with(known)], "any", is_head=False)
     assert floats.product is not None
     assert distance(kernels().multiply(floats.product, x.float()), x.double() @ known.numbers.double().T) < 1e-6
+
+
+@pytest.mark.parametrize("kind, numbers_at", [("Q4_K", (0, 2)), ("Q5_K", (0, 2)), ("Q6_K", (208,))])
+def test_products_of_a_files_blocks_are_exact(processor: str, kind: str, numbers_at: tuple[int, ...]) -> None:
+    """Their scales stay whole numbers times one of the block, and multiply as their products in float32 do."""
+    random = torch.Generator().manual_seed(0)
+    data = torch.randint(256, (80 * 5, BLOCKS[kind][1]), dtype=torch.uint8, generator=random)
+    for at in numbers_at:
+        data[:, at : at + 2] = torch.randn((400, 1), generator=random).half().view(torch.uint8)
+    data[:5] = 255  # the largest numbers
+    for at in numbers_at:
+        data[:5, at : at + 2] = torch.tensor([-2.5]).half().view(torch.uint8)
+    known = rounded_of(data.flatten(), kind, 80)
+    linear = Packer(kernels()).pack([Blocks(kind, data.view(80, -1), 1280)], None, torch.bfloat16)
+    assert linear is not None
+    assert torch.equal(numbers(linear.product, torch.bfloat16, 0, 2)[:80], known.numbers)
+    x = torch.randn((256, 1280), generator=random).bfloat16()
+    x[1], x[2] = 1, -1
+    expected = group_by_group(x, known).bfloat16()
+    for rows in (1, 2, 3, 5, 6, 7, 9, 16, 18, 19, 32, 100, 256):
+        assert torch.equal(kernels().multiply(linear.product, x[:rows]), expected[:rows])
 
 
 @pytest.mark.parametrize("bits, middle, size", [(4, 0, 32), (4, 8, 32), (8, 0, 32), (8, 0, 16)])

@@ -11,6 +11,7 @@ from penstock.engine.checkpoints.gguf.weights import rounded_of
 from penstock.engine.checkpoints.rounded import Blocks, Rounded
 from penstock.engine.cpu.layouts import numbers
 from penstock.engine.cpu.library import INT4, UNEVEN, Kernels, load_kernels
+from penstock.engine.paged.decoding.linear import Linear
 from penstock.engine.paged.quantization.blocks import Packer
 from penstock.engine.paged.quantization.quantize import ProductMaker
 
@@ -47,14 +48,19 @@ def some(kind: str, rows: int, seed: int = 0) -> Blocks:
 
 def by_torch(parts: list[Blocks], kernels: Kernels, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
     """The numbers that the kernels multiply by."""
+    product = made_by_torch(parts, kernels, dtype, bias).product
+    assert product is not None
+    return numbers(product, dtype, 0, -(-product.outputs // 64))
+
+
+def made_by_torch(parts: list[Blocks], kernels: Kernels, dtype: torch.dtype, bias: Tensor | None) -> Linear:
+    """The product of the levels, with scales as numbers."""
     module = nn.Linear(INPUTS, sum(len(part.data) for part in parts), bias=bias is not None, dtype=dtype)
     if bias is not None:
         module.bias = nn.Parameter(bias)
     levels = Rounded.joined([rounded_of(part.data.flatten(), part.kind, len(part.data)) for part in parts])
     vars(module)["rounded"] = lambda: levels
-    product = ProductMaker(None, torch.device("cpu"), kernels)([module], "some.proj", False).product
-    assert product is not None
-    return numbers(product, dtype, 0, -(-product.outputs // 64))
+    return ProductMaker(None, torch.device("cpu"), kernels)([module], "some.proj", False)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -68,6 +74,27 @@ def test_one_weight(kind: str, rows: int, dtype: torch.dtype, kernels: Kernels) 
     x = torch.randn((3, INPUTS), generator=torch.Generator().manual_seed(1)).to(dtype)
     expected = x.double() @ rounded_of(part.data.flatten(), kind, rows).numbers.double().T
     assert (found(x).double() - expected).norm() <= (1e-5 if dtype == torch.float32 else 0.02) * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
+def test_scales_of_a_file_compute_what_numbers_do(kind: str, dtype: torch.dtype, kernels: Kernels) -> None:
+    """The bits of scales in float32, and a row those that it has alone, with any number of rows."""
+    part = some(kind, 200)
+    found, expected = Packer(kernels).pack([part], None, dtype), made_by_torch([part], kernels, dtype, None)
+    assert found is not None and found.nbytes < expected.nbytes
+    x = torch.randn((256, INPUTS), generator=torch.Generator().manual_seed(1)).to(dtype)
+    alone = torch.cat([found(row[None]) for row in x])
+    for rows in (1, 2, 3, 6, 7, 13, 32, 100, 256):
+        assert torch.equal(found(x[:rows]), expected(x[:rows]))
+        assert torch.equal(found(x[:rows]), alone[:rows])
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("Q4_K", 4.625), ("Q5_K", 8.625), ("Q6_K", 6.5625), ("Q4_0", 4.5)])
+def test_bits_of_a_weight(kind: str, bits: float, kernels: Kernels) -> None:
+    found = Packer(kernels).pack([some(kind, 128)], None, torch.bfloat16)
+    assert found is not None
+    assert found.nbytes * 8 == bits * 128 * INPUTS
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -89,7 +116,7 @@ def test_one_weight_that_torch_packs(kind: str, kernels: Kernels) -> None:
     "kinds", [["Q4_K", "Q4_K"], ["Q4_K", "Q4_K", "Q6_K"], ["Q8_0", "Q5_0"], ["Q5_K", "Q4_1", "Q4_0"]]
 )
 def test_several_side_by_side(kinds: list[str], kernels: Kernels) -> None:
-    """Of one type or of several, which then share the form that has room for all; with a bias."""
+    """Of one type or of several, each in its own form; with a bias."""
     parts = [some(kind, 128 - 28 * (at == len(kinds) - 1), seed=at) for at, kind in enumerate(kinds)]
     bias = torch.arange(sum(len(part.data) for part in parts)).bfloat16()
     found = Packer(kernels).pack(parts, bias, torch.bfloat16)
@@ -97,6 +124,14 @@ def test_several_side_by_side(kinds: list[str], kernels: Kernels) -> None:
     own = numbers(found.product, torch.bfloat16, 0, -(-len(bias) // 64))
     assert torch.equal(own, by_torch(parts, kernels, torch.bfloat16, bias))
     assert torch.equal(found(torch.zeros(1, INPUTS, dtype=torch.bfloat16))[0], bias)
+    assert torch.equal(own[64:192], numbers(found.product, torch.bfloat16, 1, 3))
+    x = torch.randn((40, INPUTS), generator=torch.Generator().manual_seed(1)).bfloat16()
+    alone = [Packer(kernels).pack([part], None, torch.bfloat16) for part in parts]
+    for rows in (1, 7, 40):
+        expected = torch.cat([one(x[:rows]) for one in alone if one is not None], dim=1)
+        without = Packer(kernels).pack(parts, None, torch.bfloat16)
+        assert without is not None and torch.equal(without(x[:rows]), expected)
+    assert found.nbytes == sum(one.nbytes for one in alone if one is not None)
 
 
 def test_neighbours_in_one_byte(kernels: Kernels) -> None:
