@@ -6,12 +6,14 @@ import contextlib
 import json
 import logging
 import sys
+from itertools import chain
 from types import TracebackType
 from typing import Any, TextIO
 
 import orjson
 import structlog
 
+from ..schemas.errors import StreamFull, Transient
 from .settings import Settings
 from .tracebacks import FirstLine, as_text, write
 
@@ -75,7 +77,19 @@ def as_json(event: object, **options: Any) -> str:
 
 
 def _ended(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if issubclass(kind, Exception | BaseExceptionGroup):
+    if known := _known(error):  # what ended it says what it is; where in the code is of no use to who reads it
+        logging.getLogger(__name__).critical("process ended: %s", "; ".join(known))
+    elif issubclass(kind, Exception | BaseExceptionGroup):
         logging.getLogger(__name__).critical("process ended with an error", exc_info=(kind, error, trace))
     else:
         sys.__excepthook__(kind, error, trace)
+
+
+def _known(error: BaseException) -> list[str]:
+    """What is said of an error, or of all in a group, if each passes by itself; else nothing."""
+    if isinstance(error, BaseExceptionGroup):
+        parts = [_known(one) for one in error.exceptions]
+        return list(dict.fromkeys(chain.from_iterable(parts))) if all(parts) else []
+    if isinstance(error, StreamFull) and error.storage:
+        return [f"the broker has no room: free space on its disk, or raise store_limit ({error})"]
+    return [str(error)] if isinstance(error, Transient) else []

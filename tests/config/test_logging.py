@@ -19,7 +19,7 @@ SET_UP = """
     import asyncio, gc, logging, structlog
     from penstock.config.logging import configure_logging
     from penstock.config.settings import Settings
-    from penstock.schemas.errors import BrokerUnavailable, InvalidRequest
+    from penstock.schemas.errors import BrokerUnavailable, InvalidRequest, StreamFull
 
     SECRET = " ".join(["my", "diagnosis"])
     configure_logging(Settings(log_format="FORMAT"))
@@ -96,6 +96,18 @@ def test_a_task_that_nobody_waited_for_is_told_the_same_way(form: str) -> None:
 @pytest.mark.parametrize("form", ["json", "console"])
 def test_the_error_that_ends_a_process_is_told_the_same_way(form: str) -> None:
     written = logged(form, "raise ExceptionGroup(SECRET, [ValueError(SECRET)])", status=1)
+    assert "process ended with an error" in written and "ValueError" in written
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_what_passes_by_itself_ends_a_process_with_a_line(form: str) -> None:
+    """A full disk, for example, with what to do, and no traceback."""
+    full = 'StreamFull("$KV.penstock_state.lanes: maximum bytes exceeded", storage=True)'
+    away = 'BrokerUnavailable("no answer in 5 s")'
+    written = logged(form, f"raise ExceptionGroup(SECRET, [{full}, ExceptionGroup(SECRET, [{away}])])", status=1)
+    assert "the broker has no room: free space on its disk, or raise store_limit" in written
+    assert "no answer in 5 s" in written and "Traceback" not in written
+    written = logged(form, f"raise ExceptionGroup(SECRET, [{full}, ValueError(SECRET)])", status=1)
     assert "process ended with an error" in written and "ValueError" in written
 
 
