@@ -107,7 +107,7 @@ def check_levels(path: Path) -> None:
     params = GREEDY.model_copy(update={"max_tokens": 1, "prompt_logprobs": 1})
     found: list[Tensor] = []
     for dtype in ("float32", "bfloat16"):
-        with start(path, dtype) as engine:  # type: ignore[arg-type]
+        with start(path, dtype) as engine:
             assert engine.model_info().slow_paths == ()
             told = engine.generate(PROMPTS[1], params).prompt_logprobs
             assert told is not None
