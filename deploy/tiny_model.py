@@ -83,6 +83,9 @@ SHAPES: dict[str, dict[str, object]] = {
         "tie_word_embeddings": False,
     },
     "glm4": _SMALL | {"head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True},
+    "glm": _SMALL | {"head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True},
+    "ernie4_5": _SMALL | {"head_dim": 16, "use_bias": True, "tie_word_embeddings": False},
+    "helium": _SMALL | {"head_dim": 16},
     "bamba": _SMALL | _MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1]},
     "deepseek_v3": _SMALL
     | {

@@ -5,9 +5,10 @@ The products are computed in float32 from matrices in the dtype of the model, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +60,7 @@ class Adaptation:
 
     def __init__(self, model: Any) -> None:
         self.is_active = False
+        self.orders: dict[str, Tensor] = {}  # of outputs that have another one than the module's; set by `parts`
         self._names: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
         self._head: nn.Module | None = model.get_output_embeddings()
         self._observed: dict[nn.Module, bool] = {}  # whether all tokens passed; set by `observe`
@@ -91,14 +93,18 @@ class Adaptation:
                 part = Part(self._names[module], 0, _size(module).outputs)
                 module.register_forward_hook(partial(self._after, [part]))
 
-    def parts(self, modules: Sequence[nn.Module]) -> list[Part]:
-        """The layers of a product of all `modules`, their outputs side by side; empty if they cannot be changed."""
+    def parts(self, modules: Sequence[nn.Module], orders: Sequence[Tensor] = ()) -> list[Part]:
+        """The layers of a product of all `modules`, their outputs side by side; empty if they cannot be changed.
+
+        The outputs of the first modules have other `orders` [O], for adapters to have the same: see `place`.
+        """
         parts, end = [], 0
         for module in modules:
             if not self._observed.get(module):
                 return []
             start, end = end, end + _size(module).outputs
             parts.append(Part(self._names[module], start, end))
+        self.orders |= {part.name: order for part, order in zip(parts, orders, strict=False)}
         return parts
 
     @contextmanager
@@ -134,8 +140,16 @@ class Adaptation:
         return self.add(parts, inputs[0], output)
 
 
-def place(files: AdapterFiles, dtype: torch.dtype, device: torch.device, rank_unit: int = 1) -> Adapter:
+def place(
+    files: AdapterFiles,
+    dtype: torch.dtype,
+    device: torch.device,
+    rank_unit: int = 1,
+    orders: Mapping[str, Tensor] = MappingProxyType({}),
+) -> Adapter:
     """Put an adapter's matrices on `device`: `a` becomes [I, R], R in whole units, padded with zeros, and `b` [r, O].
+
+    The outputs of the modules in `orders` get these.
 
     Raises `InvalidRequest` if there is no room, or for numbers that are not finite in `dtype`.
     """
@@ -147,7 +161,7 @@ def place(files: AdapterFiles, dtype: torch.dtype, device: torch.device, rank_un
     pairs, memory = {}, 0
     for module, (a, b, scale) in files.pairs.items():
         padded = functional.pad(a.T, (0, -len(a) % rank_unit)).to(device, dtype).contiguous()
-        other = b.T.to(device, dtype).contiguous()
+        other = (b[orders[module]] if module in orders else b).T.to(device, dtype).contiguous()
         if not (padded.isfinite().all() and other.isfinite().all()):
             raise InvalidRequest(
                 f"the adapter in {files.source} has numbers for {module} that are not finite in {dtype}; train or "

@@ -99,9 +99,12 @@ class Rounded(NamedTuple):
     def in_turns(cls, parts: Sequence[Rounded]) -> Self:
         """The outputs of several weights, one of each and again."""
         joined = cls.joined(parts)
-        order = torch.arange(len(joined.levels)).view(len(parts), -1).T.flatten()
-        zeros = None if joined.zeros is None else joined.zeros[order]
-        return joined._replace(levels=joined.levels[order], scales=joined.scales[order], zeros=zeros)
+        return joined.reordered(torch.arange(len(joined.levels)).view(len(parts), -1).T.flatten())
+
+    def reordered(self, order: Tensor) -> Self:
+        """Its outputs in another order [O]."""
+        zeros = None if self.zeros is None else self.zeros[order]
+        return self._replace(levels=self.levels[order], scales=self.scales[order], zeros=zeros)
 
     @property
     def is_own(self) -> bool:

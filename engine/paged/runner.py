@@ -32,9 +32,10 @@ from .attention import Rules, choose_attention, widened, with_rules
 from .decoding.compiled_decoder import RANK_UNIT, CompiledDecoder
 from .decoding.decoder import Decoder
 from .decoding.experts import take_experts
-from .decoding.linear import Adaptable, Linear, Views, release, replace_linears
+from .decoding.linear import Adaptable, Linear, MakeLinear, Views, release, replace_linears
 from .decoding.precision import in_float32
 from .decoding.proof import Setting, distance, fault
+from .decoding.turning import Orders, turned
 from .kv.kv_cache import LayerSpec, Pool
 from .layers import observe
 from .packing import Computed, LayerGroup, PackedStep, Segment, pack, rank
@@ -177,7 +178,7 @@ class Runner:
     @torch.inference_mode()
     def load_adapter(self, files: AdapterFiles) -> Adapter:
         """Put an adapter into memory, for segments to use. Raises `InvalidRequest`."""
-        adapter = place(files, self.dtype, self.device, RANK_UNIT if self._compiled else 1)
+        adapter = place(files, self.dtype, self.device, RANK_UNIT if self._compiled else 1, self.adaptation.orders)
         return replace(adapter, compiled=self._compiled.table(adapter.pairs)) if self._compiled else adapter
 
     @torch.inference_mode()
@@ -302,7 +303,7 @@ class Runner:
         return self._plain_difference(probe.logits, step) <= TOLERANCE
 
     @torch.inference_mode()
-    def _take_over(self, fuse: Callable[[Sequence[nn.Linear]], Linear], is_plain: bool) -> None:
+    def _take_over(self, fuse: MakeLinear, is_plain: bool) -> None:
         if is_plain:
             self._decoder = Decoder(self._model, fuse, self.dtype)
             return
@@ -334,17 +335,16 @@ class Runner:
         self._compiled = None if reason else compiled
         return reason
 
-    def _fuse(self, make: MakeProduct, parts: Sequence[nn.Linear]) -> Linear:
+    def _fuse(self, make: MakeProduct, parts: Sequence[nn.Linear], orders: Orders = ()) -> Linear:
         """Make one product of modules that share their input, and free their memory."""
         count = sum(part.weight.numel() for part in parts)
         is_head = parts[0] is self._model.get_output_embeddings()
         name = next(name for name, module in self._model.named_modules() if module is parts[0])
-        linear = make(parts, name, is_head)
+        linear = make(turned(parts, orders), name, is_head)
         self.num_weights += count
-        if is_head:
-            self.num_head_weights = count
+        self.num_head_weights += count if is_head else 0
         self.weight_bytes += linear.nbytes
         self._spans.append(span(linear.weight))
         release(parts)
-        layers = self.adaptation.parts(parts)
+        layers = self.adaptation.parts(parts, orders)
         return Adaptable(linear, self.adaptation, layers) if layers else linear

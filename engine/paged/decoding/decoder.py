@@ -62,10 +62,10 @@ class Decoder:
             self._through = cuda_layers.through
         self._rotary: nn.Module | None = part(body, "rotary_emb")
         has_kinds = hasattr(self._rotary, "layer_types")
+        factor: float = 0 if self._rotary is None else rope.get("partial_rotary_factor") or 1
         self.layers: list[Layer] = []
         for index, one in enumerate(body.layers):
-            self.layers.append(Layer(one, make, config.layer_types[index] if has_kinds else None, self.layers))
-        factor = 0 if self._rotary is None else rope.get("partial_rotary_factor") or 1
+            self.layers.append(Layer(one, make, config.layer_types[index] if has_kinds else None, self.layers, factor))
         sizes = sorted((layer.head_dim, layer.kind) for layer in self.layers)
         self.rotated = {kind: int(size * factor) for size, kind in sizes}  # numbers of a head, the first ones
         self.inputs = PerLayerInputs(body, make, dtype) if children(body) > BODY else None
@@ -194,7 +194,7 @@ def _compute(layer: Layer, x: Tensor, angles: Angles, attention: Attention, stat
             return x
     if layer.is_joined:
         gate, up = layer.gate(h).chunk(2, dim=-1)
-        return _add(layer, layer.down, functional.silu(gate) * up, x, None)
+        return _add(layer, layer.down, functional.silu(gate) * up, x, layer.mlp_after)
     gate = functional.gelu(layer.gate(h), approximate="tanh") if layer.has_gelu else layer.gate.silu(h)
     gated = layer.up.mul(h, gate)
     if layer.has_share:

@@ -12,7 +12,8 @@ from ..state.layer import StateLayer
 from .beside import MixtureBeside
 from .linear import Linear, MakeLinear
 from .norm import NoNorm, Norm
-from .structure import GELU, epsilon_of, has_gates, norms_rows, part, rotates, scale_of
+from .structure import GELU, epsilon_of, has_gates, norms_rows, part, rotates, scale_of, turns_neighbours
+from .turning import Orders, by_halves
 
 
 class Layer:
@@ -26,7 +27,8 @@ class Layer:
     A layer with a `mixture`, the model's module, has `gate`, `up` and `down` only if there is an expert that all tokens
     share, whose weight is the sigmoid of `share`. Gemma's have norms of what attention and the last product add, and
     gates with GELU; Gemma 3's are of two kinds, which rotate by different angles. With `has_gates` each head's query
-    brings a gate, whose sigmoid is multiplied by what the head finds.
+    brings a gate, whose sigmoid is multiplied by what the head finds. Where the model rotates neighbouring numbers of a
+    head, its queries and keys have another order here (see `turning`), which their products do not depend on.
 
     With `input_after` a token has an input of its own for the layer, which the stream gates, behind the last product:
     `input_projection` of GELU(`input_gate`) times it, normalised. At its end a layer multiplies the stream by `scalar`.
@@ -57,8 +59,10 @@ class Layer:
     input_projection: Linear
     input_after: Norm | None = None
 
-    def __init__(self, module: Any, make: MakeLinear, kind: str | None = None, before: Sequence[Layer] = ()) -> None:
-        """`kind` is whose rotations it uses, `before` are the layers before it."""
+    def __init__(
+        self, module: Any, make: MakeLinear, kind: str | None = None, before: Sequence[Layer] = (), share: float = 1
+    ) -> None:
+        """`kind` is whose rotations it uses, which turn a `share` of a head; `before` are the layers before it."""
         mlp, self.kind = part(module, "mlp") or part(module, "mixture"), kind
         self.residual: float = getattr(module, "residual_multiplier", 1.0)
         storing = [layer for layer in before if layer.state is None and layer.num_parts]
@@ -67,6 +71,9 @@ class Layer:
         if hasattr(module, "post_feedforward_layernorm"):  # the second one is behind attention, too
             self.attention_after, self.mlp_after = Norm(second), Norm(module.post_feedforward_layernorm)
             second = getattr(module, "pre_feedforward_layernorm", None)
+        elif hasattr(module, "post_mlp_layernorm"):
+            after = module.post_self_attn_layernorm, module.post_mlp_layernorm
+            self.attention_after, self.mlp_after = map(Norm, after)
         self.attention_norm, self.mlp_norm = (NoNorm() if one is None else Norm(one) for one in (first, second))
         self.is_delta_net = hasattr(module, "linear_attn")
         self.is_mamba = getattr(module, "mamba", None) is not None
@@ -78,7 +85,7 @@ class Layer:
         elif self.is_mamba:
             self._take_state(module.mamba, make)
         elif hasattr(module.self_attn, "k_proj"):
-            self._take_attention(module.self_attn, make)
+            self._take_attention(module.self_attn, make, share)
         else:
             self._share_attention(module.self_attn, make, [layer for layer in storing if layer.kind == kind][-1])
         is_own = any(part(mlp, name) is not None for name in ("gate_proj", "gate_up_proj"))
@@ -127,7 +134,7 @@ class Layer:
         """Its products in the order of their use, without those of a mixture."""
         return [getattr(self, name) for name in self.names]
 
-    def _take_attention(self, attention: Any, make: MakeLinear) -> None:
+    def _take_attention(self, attention: Any, make: MakeLinear, share: float) -> None:
         self.head_dim = attention.head_dim
         output = part(attention, "o_proj")
         self.num_q_heads = output.in_features // self.head_dim
@@ -145,7 +152,11 @@ class Layer:
         self.norms_values = hasattr(attention, "v_norm")
         parts = [one for name in ("q", "k", "v") if (one := getattr(attention, f"{name}_proj")) is not None]
         self.num_parts = len(parts) - 1
-        self.qkv, self.output = make(parts), make([output])
+        orders: Orders = ()
+        if turns_neighbours(attention):
+            size = int(self.head_dim * share)
+            orders = [by_halves(count, self.head_dim, size) for count in (self.num_q_heads, self.num_kv_heads)]
+        self.qkv, self.output = make(parts, orders), make([output])
 
     def _share_attention(self, attention: Any, make: MakeLinear, source: Layer) -> None:
         """`source` is the layer with the keys and values."""

@@ -16,6 +16,7 @@ from torch.nn import functional
 from ...adapters.low_rank import Adaptation, Part
 from ...cpu.layouts import paired
 from ...cpu.library import PLAIN, Kernels, Product
+from .turning import Orders
 
 _HAS_ONEDNN = hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 """Whether torch was built with oneDNN: on Macs it is not."""
@@ -67,8 +68,13 @@ class Linear(Protocol):
         ...
 
 
-MakeLinear = Callable[[Sequence[nn.Linear]], Linear]
-"""Makes one `Linear` of modules that share their input, outputs side by side; takes over the modules' memory."""
+class MakeLinear(Protocol):
+    """Makes one `Linear` of modules that share their input, outputs side by side; takes over the modules' memory.
+
+    The outputs of the first modules get other `orders`, those of the rest keep theirs.
+    """
+
+    def __call__(self, parts: Sequence[nn.Linear], orders: Orders = ()) -> Linear: ...
 
 
 class Unfused:
@@ -175,11 +181,13 @@ class Views(Unfused):
 
     weight, nbytes = torch.empty(0), 0
 
-    def __init__(self, parts: Sequence[nn.Linear]) -> None:
-        self._parts = parts
+    def __init__(self, parts: Sequence[nn.Linear], orders: Orders = ()) -> None:
+        self._parts, self._orders = parts, orders
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.cat([part(x) for part in self._parts], dim=-1)
+        made = [part(x) for part in self._parts]
+        made[: len(self._orders)] = [one[..., order] for one, order in zip(made, self._orders, strict=False)]
+        return torch.cat(made, dim=-1)
 
 
 class Adaptable(Unfused):

@@ -30,12 +30,14 @@ _NAMES = {  # of LFM2's modules; others have these
     "block_sparse_moe": "mixture",
     "input_linear": "gate_up_proj",
     "output_linear": "down_proj",
+    "activation_fn": "activation",  # of GLM 4's
 }
 BODY = {"embed_tokens", "layers", "norm", "rotary_emb"}
 INPUTS = {"embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"}
 """What the body of a model has besides whose layers get inputs of their own."""
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _AROUND = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}  # and another meaning of the one above
+_AFTER = {"post_self_attn_layernorm", "post_mlp_layernorm"}  # GLM 4's, of what is added
 _BEHIND = {"self_attn", "mlp", "post_attention_layernorm", "post_feedforward_layernorm"}  # norms of what is added
 _LAYER_INPUT = {"per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm", "act_fn"}
 _BESIDE = {"router", "experts", "pre_feedforward_layernorm_2"}
@@ -54,6 +56,8 @@ OFFSET = {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3_5RMSNorm", "Q
 """The names of norms whose weights are to be added to 1."""
 WIDE = OFFSET | {"Gemma4RMSNorm"}
 """The names of norms that multiply in float32."""
+_TURNING_NEIGHBOURS = {"GlmAttention", "Glm4Attention", "Ernie4_5Attention", "HeliumAttention"}
+"""The names of attention that rotates neighbouring numbers of a head together, and not those of its halves."""
 _SEEING = {"Gemma4Model"}
 """The names of bodies with a language model that computes text as it does alone."""
 _MIXTURES = {"gate", "experts"}, {"router", "experts"}
@@ -104,6 +108,11 @@ def rotates(attention: Any) -> bool:
     return bool(getattr(attention, "use_rope", True))
 
 
+def turns_neighbours(attention: Any) -> bool:
+    """Whether each number of a head is rotated with the next one, and not with that of the other half."""
+    return type(attention).__name__ in _TURNING_NEIGHBOURS
+
+
 def is_plain(layer: Any) -> bool:
     own = children(layer)
     if own == _BEHIND and _is_gated(layer.mlp):
@@ -144,7 +153,8 @@ def is_plain(layer: Any) -> bool:
             and (_is_gated(mlp) or _is_mixture(mlp))
             and all(hasattr(norm, "variance_epsilon") for norm in norms)
         )
-    around = _AROUND if own == _LAYER | _AROUND and _is_gated(mlp) else set[str]()
+    added = own - _LAYER
+    around = added if added in (_AROUND, _AFTER) and _is_gated(mlp) else set[str]()
     if own - around != _LAYER or not (_is_gated(mlp) or _is_mixture(mlp)):
         return False
     norms += [part(layer, name) for name in around]
@@ -157,6 +167,8 @@ def _attends_plainly(attention: Any) -> bool:
         if "v_norm" in own and attention.v_norm.with_scale:
             return False
     elif own not in (_ATTENTION, _ATTENTION | _HEAD_NORMS):  # latent attention, for example
+        return False
+    if turns_neighbours(attention) and own != _ATTENTION:
         return False
     is_wide = norms_rows(attention)
     for name in own & _HEAD_NORMS:
@@ -188,7 +200,7 @@ def _is_joined(mlp: nn.Module) -> bool:
 
 def _is_gated(mlp: Any) -> bool:
     if _is_joined(mlp):
-        return type(mlp.activation).__name__ in SILU
+        return type(part(mlp, "activation")).__name__ in SILU
     if children(mlp) == _MLP - {"act_fn"}:  # LFM2's, which are SiLU's
         return True
     if children(mlp) != _MLP:

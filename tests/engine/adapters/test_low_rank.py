@@ -124,7 +124,7 @@ MIXED = [(prompt, name) for prompt in PROMPTS for name in NAMES]
         (shape, "paged")
         for shape in (
             *("llama", "qwen2", "qwen3", "gpt2", "gemma2", "gemma4_text", "phi3", "glm4", "qwen3_5_text", "lfm2"),
-            *("granite", "granitemoehybrid", "bamba"),
+            *("granite", "granitemoehybrid", "bamba", "ernie4_5", "helium"),
         )
     ]
     + [("llama", "hf"), ("gpt2", "hf")],

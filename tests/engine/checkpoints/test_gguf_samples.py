@@ -28,7 +28,7 @@ from penstock.schemas.errors import ModelLoadError
 FOLDER = Path(__file__).parent / "samples"
 GRANITES = ("granitemoe", "granitemoeshared", "granitemoehybrid", "granitemoehybrid_dense")
 COMPILED = {  # with levels and without
-    *("exaone4", "gemma4", "gemma4_moe", "lfm2", "lfm2_moe"),
+    *("ernie4_5", "exaone4", "gemma4", "gemma4_moe", "glm4", "lfm2", "lfm2_moe"),
     *("minimax_m2", "ministral3", "olmo3", "seed_oss"),
     *GRANITES,
 }

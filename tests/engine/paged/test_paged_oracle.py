@@ -44,10 +44,13 @@ SOME = ["llama", "mistral", "gemma2", "gemma4_text", "qwen3_moe", "qwen3_next", 
 MORE = [
     "cohere",
     "deepseek_v3",
+    "ernie4_5",
     "gemma3_text",
+    "glm",
     "glm4",
     "gpt2",
     "granite",
+    "helium",
     "mellum",
     "ministral3",
     "mixtral",
@@ -186,7 +189,7 @@ def test_a_batch_equals_the_oracle(shape: str, start: StartEngine, oracle: Oracl
     "shape",
     [
         *("llama", "gemma4_text", "ministral3", "mistral", "olmo2", "qwen2", "qwen3", "qwen3_5_text"),
-        *("lfm2", "lfm2_moe", "smollm3"),
+        *("ernie4_5", "glm4", "lfm2", "lfm2_moe", "smollm3"),
     ],
 )
 def test_without_kernels_a_batch_equals_the_oracle(shape: str, start: StartEngine, oracle: Oracle) -> None:

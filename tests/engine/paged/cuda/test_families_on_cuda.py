@@ -30,6 +30,7 @@ from penstock.engine.paged.state.step import StateStep, pack_states
 FAMILIES = [
     "gemma3_text",
     "gemma4_text",
+    "glm4",
     "gpt_oss",
     "granitemoehybrid",
     "lfm2_moe",
