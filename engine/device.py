@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import platform
 import re
+from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -39,7 +41,9 @@ def surroundings(device: torch.device) -> dict[str, Any]:
     """What may change a number besides a model and its settings: versions, the machine, and what computes."""
     computes: list[Any] = [device.type]
     if device.type == "cuda":
-        computes = [torch.version.cuda, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)]
+        triton = import_module("triton").__version__ if find_spec("triton") is not None else None
+        card = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        computes = [torch.version.cuda, *card, triton]
     return {
         "penstock": __version__,
         "torch": [torch.__version__, version("transformers"), torch.__config__.show()],

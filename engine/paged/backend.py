@@ -157,7 +157,7 @@ class PagedBackend:
     def _record_graphs(self, config: SizedConfig, context_length: int) -> None:
         try:
             self.runner.record_graphs(context_length, config.max_batch_size)
-        except RuntimeError as error:
+        except Exception as error:  # torch's or Triton's
             if config.enable_cuda_graph:
                 raise ModelLoadError(
                     f"cannot record {config.model} as CUDA graphs ({error}); leave enable_cuda_graph out"

@@ -287,7 +287,8 @@ class Runner:
         self._decoder = Decoder.of(self._model, Views, torch.float32)
         try:
             return inf if self._decoder is None else distance(expected, self._forward(step))
-        except (RuntimeError, IndexError):  # rotations of another size, for example
+        except Exception as error:  # rotations of another size, or kernels that this device cannot run
+            _log.info("plain decoder cannot run %s: %r", self._name, error)
             return inf
         finally:
             self._decoder = None
@@ -341,8 +342,7 @@ class Runner:
         is_head = parts[0] is self._model.get_output_embeddings()
         name = next(name for name, module in self._model.named_modules() if module is parts[0])
         linear = make(turned(parts, orders), name, is_head)
-        self.num_weights += count
-        self.num_head_weights += count if is_head else 0
+        self.num_weights, self.num_head_weights = self.num_weights + count, self.num_head_weights + count * is_head
         self.weight_bytes += linear.nbytes
         self._spans.append(span(linear.weight))
         release(parts)

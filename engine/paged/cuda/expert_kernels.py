@@ -88,7 +88,7 @@ def inner(
         ups = tl.minimum(tl.maximum(ups, -limit), limit) + 1
         found = gates * tl.sigmoid(gates * alpha) * ups
     elif kind == GELU:
-        found = gates * tl.sigmoid(_ROOT * (gates + 0.044715 * gates * gates * gates)) * ups
+        found = gates * tl.sigmoid((gates + 0.044715 * gates * gates * gates) * _ROOT) * ups
     else:
         found = gates * tl.sigmoid(gates) * ups
     to = out + row.to(tl.int64)[:, None] * outputs + column[None, :]

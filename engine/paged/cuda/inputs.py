@@ -46,7 +46,7 @@ class DecodeInputs:
         states, keep = None, torch.arange(size, device=shape.device)
         if shape.num_slots is not None:
             used = slots.pop(-2), slots.pop()
-            states = StateStep(*used, (), [Wave(keep, keep + 1, *used, 1)])
+            states = StateStep(*used, (), [Wave(keep, keep + 1, *used, keep, keep)])
         bounds = torch.arange(size + 1, dtype=torch.int32, device=shape.device)
         self._tables = [torch.zeros((size, shape.width), dtype=torch.int32, device=shape.device) for _ in shape.groups]
         steps = [

@@ -111,7 +111,7 @@ def gate(gates, gate_stride, ups, up_stride, out, size, kind: tl.constexpr, bloc
     inside = at < size
     wide = tl.load(gates + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(ups + row * up_stride + at, mask=inside, other=0.0).to(tl.float32)
-    inner = wide if kind == SILU else _ROOT * (wide + 0.044715 * wide * wide * wide)
+    inner = wide if kind == SILU else (wide + 0.044715 * wide * wide * wide) * _ROOT
     tl.store(out + row * size + at, (wide * tl.sigmoid(inner) * up).to(out.dtype.element_ty), mask=inside)
 
 

@@ -7,6 +7,7 @@ Nothing waits for the host, so that steps can be recorded as CUDA graphs.
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,12 @@ from triton import next_power_of_2
 from ..cuda import expert_kernels as kernels
 from .experts import clamp_of, is_experts, kind_of, used_by
 
+_log = logging.getLogger(__name__)
+
 _MOST_PLACED = 1024  # pairs of a token and an expert that one kernel sorts; torch sorts more
 _OWN, _OTHERS = 64, 128  # pairs of one program of it, and those that it compares them with at a time
+_TRIED = 16  # rows, of the comparison with transformers' experts
+_FAR, _FAR_ROUNDED = 1e-4, 0.03  # the most that they may differ by, in float32 and in other dtypes
 _KINDS = {"silu": kernels.SILU.value, "gelu": kernels.GELU.value, "clamped": kernels.CLAMPED.value}
 
 
@@ -32,9 +37,10 @@ class _Tile(NamedTuple):
 
 
 class GroupedExperts(nn.Module):
-    """Takes over the weights of transformers' experts of one layer; `TakenExperts`."""
+    """The weights of transformers' experts of one layer, `TakenExperts`."""
 
     def __init__(self, experts: Any, kind: str, num_used: int) -> None:
+        """`kind` is that of `kind_of`; a token passes `num_used` experts."""
         super().__init__()
         self.num_experts: int = experts.num_experts
         self._share = num_used / self.num_experts
@@ -92,22 +98,52 @@ class GroupedExperts(nn.Module):
 
 
 def group_experts(model: nn.Module) -> list[GroupedExperts]:
-    """Put these experts in the place of transformers', as far as the kernels know them; returns them."""
+    """Put these experts in the place of transformers', as far as the kernels know them; returns them.
+
+    The first of each kind must compute what transformers' own do.
+    """
     own: list[GroupedExperts] = []
+    agree: dict[type[nn.Module], bool] = {}
     num_used = used_by(model)
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
-            if is_experts(module) and (kind := kind_of(module)):
+            if not is_experts(module) or not (kind := kind_of(module)):
+                continue
+            if type(module) not in agree:
+                agree[type(module)] = _agrees(module, kind, num_used)
+            if agree[type(module)]:
                 own.append(GroupedExperts(module, kind, num_used))
                 setattr(parent, name, own[-1])
+                for weight in ("gate_up_proj", "down_proj"):
+                    setattr(module, weight, None)
     return own
 
 
+@torch.inference_mode()
+def _agrees(experts: Any, kind: str, num_used: int) -> bool:
+    """Whether the kernels compute, of some rows, what transformers' experts do."""
+    like: Tensor = experts.down_proj
+    size, dtype = like.shape[2 if experts.is_transposed else 1], like.dtype
+    x = torch.randn((_TRIED, size), device=like.device).to(dtype)
+    shares, chosen = torch.rand((_TRIED, experts.num_experts), device=like.device).topk(num_used)
+    shares = (shares / shares.sum(-1, keepdim=True)).to(dtype)
+    expected: Tensor = experts(x, chosen, shares).float()
+    try:
+        found = GroupedExperts(experts, kind, num_used)(x, chosen, shares).float()
+    except Exception as error:  # of Triton, for example: a GPU that it does not know
+        _log.warning("experts run in transformers' functions: %r", error)
+        return False
+    difference = float((found - expected).norm() / expected.norm())
+    if not difference <= (_FAR if dtype == torch.float32 else _FAR_ROUNDED):
+        _log.warning("experts run in transformers' functions: the kernels differ from them by %.3g", difference)
+        return False
+    return True
+
+
 def _taken(experts: Any, name: str, *, is_mixed: bool = False) -> tuple[Tensor, Tensor | None]:
-    """A weight [X, O, I] and its bias [X, O], which the module gives up; what is mixed comes apart, gates first."""
+    """A weight [X, O, I] and its bias [X, O]; what is mixed comes apart, gates first."""
     weight: Tensor = getattr(experts, name).detach()
     bias: Tensor | None = getattr(experts, f"{name}_bias").detach() if experts.has_bias else None
-    setattr(experts, name, None)
     weight = weight.transpose(1, 2) if experts.is_transposed else weight
     if is_mixed:
         weight = _apart(weight)

@@ -22,19 +22,19 @@ def convolve(
     ends,
     sources,
     targets,
+    tokens,
+    owners,
     out,
     channels,
     num_taps: tl.constexpr,
     has_silu: tl.constexpr,
     block: tl.constexpr,
 ):
-    """A convolution's output for one token of a piece and some channels; x, and where there are gates `before` and
-    `after` it, have rows of this stride. The last token leaves the piece's last inputs."""
-    piece, at = tl.program_id(0), tl.program_id(2) * block + tl.arange(0, block)
+    """A convolution's output for one token of a launch, whose piece `owners` tells, and some channels; x, and where
+    there are gates `before` and `after` it, have rows of this stride. The last token leaves the piece's last inputs."""
+    token, piece = tl.load(tokens + tl.program_id(0)), tl.load(owners + tl.program_id(0))
+    at = tl.program_id(1) * block + tl.arange(0, block)
     start, end = tl.load(starts + piece), tl.load(ends + piece)
-    token = start + tl.program_id(1)
-    if token >= end:
-        return
     inside = at < channels
     source = tl.load(sources + piece) * (num_taps - 1)
     target = tl.load(targets + piece) * (num_taps - 1)
@@ -65,7 +65,8 @@ def convolve(
 
 @triton.jit
 def _softplus(x):
-    return tl.where(x > 20, x, tl.log(1 + tl.exp(tl.minimum(x, 20.0))))
+    power = tl.exp(tl.minimum(x, 20.0))
+    return tl.where(x > 20, x, tl.where(x < -9, power, tl.log(1 + power)))  # behind 1 a small power would be lost
 
 
 @triton.jit

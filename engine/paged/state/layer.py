@@ -144,8 +144,8 @@ class StateLayer(nn.Module):
         given = x, x.stride(0), *(gates or (None, None)), self.taps, self.bias, self._inputs
         sizes = channels, len(self.taps), has_silu, _CHANNELS
         for wave in waves:
-            grid = len(wave.starts), wave.longest, -(-channels // _CHANNELS)
-            kernels.convolve[grid](*given, *wave[:4], out, *sizes)
+            grid = len(wave.tokens), -(-channels // _CHANNELS)
+            kernels.convolve[grid](*given, *wave, out, *sizes)
 
     def convolve(self, x: Tensor, step: StateStep) -> Tensor:
         """[T, C] → [T, C] in float32, each sequence after the inputs in its slot."""

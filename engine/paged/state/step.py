@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -22,13 +23,15 @@ class Piece(NamedTuple):
 
 
 class Wave(NamedTuple):
-    """Pieces that do not depend on each other, as tensors [N] of what `Piece` has, and the most tokens of one."""
+    """Pieces that do not depend on each other, as tensors [N] of what `Piece` has; and all their `tokens` [T] in the
+    row, with the number of the piece that has each, `owners` [T]."""
 
     starts: Tensor
     ends: Tensor
     sources: Tensor
     targets: Tensor
-    longest: int
+    tokens: Tensor
+    owners: Tensor
 
 
 class StateStep(NamedTuple):
@@ -78,12 +81,13 @@ def pack_states(
 
 def _on_device(waves: Sequence[Sequence[Piece]], device: torch.device) -> list[Wave]:
     """The same on a device."""
-    pieces = [piece for wave in waves for piece in wave]
-    rows = upload(torch.tensor(pieces, dtype=torch.long).T.contiguous(), device)  # one copy of all
-    found = []
-    first = 0
+    parts: list[list[int]] = []
     for wave in waves:
-        starts, ends, sources, targets = rows[:, first : first + len(wave)]
-        found.append(Wave(starts, ends, sources, targets, max(piece.end - piece.start for piece in wave)))
-        first += len(wave)
-    return found
+        parts += map(list, zip(*wave, strict=True))
+        parts.append([token for piece in wave for token in range(piece.start, piece.end)])
+        parts.append([owner for owner, piece in enumerate(wave) for _ in range(piece.start, piece.end)])
+    whole = upload(torch.tensor(list(chain.from_iterable(parts)), dtype=torch.long), device)  # one copy of all
+    borders = [0, *accumulate(map(len, parts))]
+    tensors = [whole[start:end] for start, end in pairwise(borders)]
+    size = len(Wave._fields)
+    return [Wave(*tensors[at : at + size]) for at in range(0, len(tensors), size)]

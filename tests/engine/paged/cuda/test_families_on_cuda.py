@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from graph_runs import CONTEXT, DEVICE, CudaLike, TorchAlone, ids, load, record, run
+from tiny_model import make_tiny_model
 from torch import Tensor
 
 from penstock.engine.paged import runner as runners
@@ -74,6 +75,17 @@ def test_kernels_and_graphs_compute_what_torch_does(
     for one, other in zip(run(runner, STEPS), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-4)
     assert capture.replays == 2, "the two steps with prompts are not for a graph"
+
+
+def test_a_mixture_beside_a_product_is_gated_by_gelu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 4's, whose experts are no power of 2 here."""
+    plain = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_double_wide_mlp": False}
+    experts = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 40}
+    make_tiny_model(tmp_path, "gemma4_text", sizes=plain | experts)
+    expected = run(load(TorchAlone, tmp_path), STEPS[:2])
+    found = run(load_kernels(tmp_path, monkeypatch), STEPS[:2])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-4)
 
 
 @pytest.fixture(params=["qwen3_5_text", "granitemoehybrid", "lfm2"])
@@ -154,6 +166,30 @@ def test_experts_compute_what_transformers_does(
             chosen = torch.rand(rows, spread, device=DEVICE).topk(2).indices
             shares = torch.rand(rows, 2, device=DEVICE)
             torch.testing.assert_close(grouped[0](x, chosen, shares), experts(x, chosen, shares), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fault", ["other numbers", "no such kernel"])
+def test_experts_that_the_kernels_do_not_compute_stay_those_of_transformers(
+    fault: str,
+    model_directory: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    forward = GroupedExperts.forward
+
+    def broken(own: GroupedExperts, *given: Tensor) -> Tensor:
+        if fault == "no such kernel":
+            raise ValueError(fault)
+        return 1.1 * forward(own, *given)
+
+    model = AutoModelForCausalLM.from_pretrained(model_directory("qwen3_moe"))
+    expected = model(torch.tensor([[5, 6, 7]])).logits
+    monkeypatch.setattr(GroupedExperts, "forward", broken)
+    assert group_experts(model) == []
+    assert "experts run in transformers' functions" in caplog.text
+    assert torch.equal(model(torch.tensor([[5, 6, 7]])).logits, expected)
 
 
 def test_experts_with_more_behind_their_products_stay_those_of_transformers(

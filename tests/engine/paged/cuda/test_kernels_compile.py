@@ -28,12 +28,13 @@ TYPES = {name: P for name in ("x", "update", "total", "normed", "heads", "cosine
 TYPES |= {name: P for name in ("found", "weight", "shares", "before", "after", "rates", "decays", "steps")}
 TYPES |= {name: F for name in ("taps", "given", "decay", "dt_bias", "rate", "direct", "states", "weights")}
 TYPES |= {name: I for name in ("order", "bounds")}
-TYPES |= {name: "*i64" for name in ("chosen", "starts", "ends", "sources", "targets")}
+TYPES |= {name: "*i64" for name in ("chosen", "starts", "ends", "sources", "targets", "tokens", "owners")}
 TYPES |= {name: "fp32" for name in ("epsilon", "after_epsilon", "factor", "scalar", "alpha", "limit", "scale")}
 TYPES |= {name: "fp32" for name in ("least", "most")}
 STATE = {"size": 128, "padded": 128, "block": 16}
 SIZES = {"padded": 128, "rows": 16, "columns": 32, "depth": 128 if numbers == "bf16" else 32}
 IN = {"inputs": P, "bias": F}
+LARGE = SIZES | ({"rows": 64, "columns": 128, "depth": 64} if numbers == "bf16" else {})
 TAPS = {"num_taps": 4, "block": 256}
 WHOLE = {"head_dim": 128, "size": 128, "padded": 64, "rest": 1}
 NORM = {"size": 128, "padded": 128}
@@ -46,6 +47,7 @@ CASES = [
     (layer_kernels.open_gates, {"padded": 256}, {}),
     (expert_kernels.place, {"own": 64, "others": 128}, {}),
     *((expert_kernels.inner, SIZES | {"kind": kind, "bias": None}, {}) for kind in range(3)),
+    (expert_kernels.inner, LARGE | {"kind": 0, "bias": None}, {}),
     (expert_kernels.outer, SIZES, {"bias": P}),
     (state_kernels.convolve, TAPS | {"has_silu": True, "before": None, "after": None}, IN | {"out": F}),
     (state_kernels.convolve, TAPS | {"has_silu": False, "bias": None}, IN),
