@@ -32,6 +32,7 @@ _ATTENDING = {
     "*",
 }  # kinds of layers, of which Nemotron-H has letters
 _KEEPING = {"linear_attention", "mamba", "conv", "M"}
+_EXPERTS = ".experts."  # in the names of their weights, which a GPU does not round
 
 
 class Weights(NamedTuple):
@@ -110,17 +111,20 @@ class ModelFiles(NamedTuple):
         """`device` is the type of the device."""
         if self.stored and not find_backend(config.backend, config.allowed_backends).expands:
             return Weights(self.stored, self.stored, self.stored)
-        packs = config.backend == "paged" and (device == "cpu" or self._takes_levels(config, device))
+        rounds = device == "cuda" and config.quantization is not None
+        packs = config.backend == "paged" and (device == "cpu" or rounds or self._takes_levels(config, device))
         widths = {**self.widths, **(self.on_gpu if device == "cuda" else {})}
         tower = sum(size for name, size in self.sizes.items() if is_of_tower(name))
-        seeing = tower * max(self.number, 4 if packs and not computes_bfloat16() else 0)  # the tower's bytes
+        wide = 4 if packs and device == "cpu" and not computes_bfloat16() else 0
+        seeing = tower * max(self.number, wide)  # the tower's bytes
         expanded = (self.parameters - tower) * self.number + seeing
         lasting = expanded - self.unused * self.number
         method = config.quantization or (self.method if packs else None)
         tied: float = self.number  # bytes of a number in a head that is the embedding
         if method in WIDTHS:
             products = self.parameters - self.embedding - self.precise - tower - self.unused - self.tables
-            packed = products * WIDTHS[method] + self.precise * WIDTHS["int8"]
+            whole = sum(size for name, size in self.sizes.items() if _EXPERTS in name) if rounds else 0
+            packed = (products - whole) * WIDTHS[method] + whole * self.number + self.precise * WIDTHS["int8"]
             kept = int((self.embedding + self.tables) * self.number + seeing + packed)
             tied = WIDTHS["int8"]
         elif packs and widths and self._keeps_levels(config, device):

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -16,10 +17,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ByteSize
+from tiny_model import make_tiny_model
 
 from penstock.engine import EngineConfig, InferenceEngine
 from penstock.engine.cpu.machine import Memory, available_cores, memory_of_machine
 from penstock.engine.model_files import Weights
+from penstock.engine.models import read_shapes
 from penstock.engine.paged.kv.kv_plan import check_memory
 from penstock.engine.sizing import Footprint, SizedConfig, footprint, size, sized
 from penstock.engine.text.tokenizer import Tokenizer
@@ -203,6 +206,16 @@ def test_quantised_weights_take_less_and_a_tied_head_more(tmp_path: Path) -> Non
         assert int4 < int8 < weights(head)
         packed = total - embedding - head
         assert int4 == pytest.approx(2 * embedding + 0.6 * packed + 1.1 * embedding)
+
+
+def test_a_gpu_rounds_no_experts(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "qwen3_moe")
+    sizes = {name: prod(shape) for name, shape in read_shapes(tmp_path).items()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    config = EngineConfig(model=str(tmp_path), dtype="bfloat16", quantization="int8", kv_cache_memory=ByteSize(GB))
+    found = [footprint(config.model_copy(update={"device": device})).weights for device in ("cuda:0", "cpu")]
+    assert experts
+    assert found[0] - found[1] == pytest.approx(experts * (2 - 1.1), rel=0.01)
 
 
 def test_a_footprint_needs_a_device_that_it_can_know(tmp_path: Path) -> None:
