@@ -47,15 +47,15 @@ def load(kind: type[Runner], directory: Path) -> Runner:
 
 
 def run(runner: Runner, steps: list[list[tuple[int, list[int], int]]]) -> list[Tensor]:
-    """Play steps of (choice, tokens, start) on a runner, each choice in 160 tokens of blocks of its own, backwards;
-    every segment's logits, in order."""
+    """Play steps of (choice, tokens, start) on a runner, each choice in 160 tokens of blocks of its own, of all but the
+    first backwards; every segment's logits, in order."""
     num_blocks = -(-CONTEXT // runner.block_size)
     held: dict[int, int] = {}  # where the state of a choice is
     found = []
     for number, step in enumerate(steps):
         segments = []
         for choice, tokens, start in step:
-            table = list(range((choice + 1) * num_blocks - 1, choice * num_blocks - 1, -1))
+            table = list(range(choice * num_blocks, (choice + 1) * num_blocks))[:: -1 if choice else 1]
             use = None
             if runner.states:
                 source = NO_STATE if start == 0 else held[choice]
@@ -89,10 +89,10 @@ class Capture:
 
 
 @torch.inference_mode()
-def record(runner: Runner, most_rows: int = 4) -> Capture:
-    """Decode up to so many rows by graphs from now on."""
+def record(runner: Runner) -> Capture:
+    """Decode up to four rows by graphs from now on."""
     capture = Capture()
     slots = runner.states.num_slots if runner.states else None
-    shape = Shape(runner._packed_groups, runner.block_size, CONTEXT // runner.block_size, slots, most_rows, DEVICE)
+    shape = Shape(runner._packed_groups, runner.block_size, CONTEXT // runner.block_size, slots, 4, DEVICE)
     runner._graphs = DecodeGraphs(runner._forward, best_tokens, shape, capture)
     return capture
