@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from graph_runs import CONTEXT, DEVICE, CudaLike, TorchAlone, ids, load, record, run
+from safetensors.torch import load_file, save_file
 from tiny_model import make_tiny_model
 from torch import Tensor
 
@@ -78,10 +79,14 @@ def test_kernels_and_graphs_compute_what_torch_does(
 
 
 def test_a_mixture_beside_a_product_is_gated_by_gelu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gemma 4's, whose experts are no power of 2 here."""
+    """Gemma 4's, whose experts are no power of 2 here, and whose layers multiply the stream at their end."""
     plain = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_double_wide_mlp": False}
     experts = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 40}
     make_tiny_model(tmp_path, "gemma4_text", sizes=plain | experts)
+    weights = load_file(tmp_path / "model.safetensors")
+    scalars = {name: torch.full_like(one, 0.7) for name, one in weights.items() if name.endswith("layer_scalar")}
+    save_file(weights | scalars, tmp_path / "model.safetensors", {"format": "pt"})
+    assert scalars
     expected = run(load(TorchAlone, tmp_path), STEPS[:2])
     found = run(load_kernels(tmp_path, monkeypatch), STEPS[:2])
     for one, other in zip(found, expected, strict=True):
