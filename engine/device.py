@@ -37,11 +37,16 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def has_triton(device: torch.device) -> bool:
+    """Whether kernels in Triton can run there."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
 def surroundings(device: torch.device) -> dict[str, Any]:
     """What may change a number besides a model and its settings: versions, the machine, and what computes."""
     computes: list[Any] = [device.type]
     if device.type == "cuda":
-        triton = import_module("triton").__version__ if find_spec("triton") is not None else None
+        triton = import_module("triton").__version__ if has_triton(device) else None
         card = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         computes = [torch.version.cuda, *card, triton]
     return {

@@ -90,6 +90,7 @@ ROOMS: dict[str, set[str]] = {
         "engine.adapters",
         "engine.checkpoints",
         "engine.cpu",
+        "engine.device",
         "engine.paged",
         "engine.paged.cuda",
         "engine.paged.kv",

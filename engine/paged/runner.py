@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from ..adapters.loaded import Adapter
 from ..adapters.low_rank import Adaptation, place
 from ..cpu.library import Kernels, span
 from ..cpu.process import return_memory, use_large_pages
+from ..device import has_triton
 from ..plain.model import PlainModel
 from ..sampler import best_tokens
 from ..vision.tower import LanguageModel, Probe, Seen, Vision
@@ -120,7 +120,7 @@ class Runner:
     @property
     def on_triton(self) -> bool:
         """Whether attention runs in Triton kernels, which CUDA graphs can record."""
-        return self.device.type == "cuda" and find_spec("triton") is not None
+        return has_triton(self.device)
 
     @torch.inference_mode()
     def allocate(self, num_blocks: Sequence[int]) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 
 from ...schemas.errors import ConfigurationError
 from ..cuda.levels import unsupported
+from ..device import has_triton
 from ..model_files import ModelFiles
 from ..sizing import SizedConfig
 
@@ -25,7 +24,7 @@ def check_settings(config: SizedConfig, device: torch.device) -> None:
         )
     if config.enable_cuda_graph and device.type != "cuda":
         raise ConfigurationError([f"enable_cuda_graph: {device} has no CUDA graphs; leave it out"])
-    if config.enable_cuda_graph and find_spec("triton") is None:
+    if config.enable_cuda_graph and not has_triton(device):
         raise ConfigurationError(["enable_cuda_graph: needs Triton; install it, or leave enable_cuda_graph out"])
 
 

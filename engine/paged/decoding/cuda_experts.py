@@ -124,8 +124,9 @@ def _agrees(experts: Any, kind: str, num_used: int) -> bool:
     """Whether the kernels compute, of some rows, what transformers' experts do."""
     like: Tensor = experts.down_proj
     size, dtype = like.shape[2 if experts.is_transposed else 1], like.dtype
-    x = torch.randn((_TRIED, size), device=like.device).to(dtype)
-    shares, chosen = torch.rand((_TRIED, experts.num_experts), device=like.device).topk(num_used)
+    own = torch.Generator().manual_seed(0)  # the process's stays where it is
+    x = torch.randn((_TRIED, size), generator=own).to(like)
+    shares, chosen = torch.rand((_TRIED, experts.num_experts), generator=own).to(like.device).topk(num_used)
     shares = (shares / shares.sum(-1, keepdim=True)).to(dtype)
     expected: Tensor = experts(x, chosen, shares).float()
     try:

@@ -101,22 +101,15 @@ def add_norm(x: Tensor, update: Update | None, norm: Norm | None = None) -> tupl
     padded = next_power_of_2(size)
     total = x if update is None else torch.empty_like(x)
     normed = total if norm is None else torch.empty_like(x)
-    after = None if update is None else update.after
-    given = (
-        (None, None, None, 1.0, 1.0)
-        if update is None
-        else (
-            update.made,
-            None if after is None else after.weight,
-            None if after is None else after.epsilon,
-            float(update.factor),
-            float(update.scalar),
-        )
-    )
-    own = (None, None) if norm is None else (norm.weight, norm.epsilon)
-    warps = min(16, max(1, padded // 512))
-    kernels.add_norm[(count,)](x, *given, total, normed, *own, size, padded, num_warps=warps)
+    made, after, factor, scalar = update or (None, None, 1.0, 1.0)
+    given = made, *_numbers(after), float(factor), float(scalar), total, normed, *_numbers(norm)
+    kernels.add_norm[(count,)](x, *given, size, padded, num_warps=min(16, max(1, padded // 512)))
     return total, normed
+
+
+def _numbers(norm: Norm | None) -> tuple[Tensor | None, float | None]:
+    """What a kernel takes of a norm."""
+    return (None, None) if norm is None else (norm.weight, norm.epsilon)
 
 
 def attend(layer: Layer, h: Tensor, angles: Angles, attention: Attention) -> Tensor:

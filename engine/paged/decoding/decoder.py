@@ -12,7 +12,6 @@ original model's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from itertools import chain
 from typing import Any, Self
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...device import has_triton
 from ...vision.tower import Seen
 from ..state.step import StateStep
 from .heads import Angles, Attention, attend
@@ -56,7 +56,7 @@ class Decoder:
         self._sharpening: tuple[float, int] | None = None  # Ministral 3's: by how much, and each so many tokens
         if beta := rope.get("llama_4_scaling_beta"):
             self._sharpening = beta, rope["original_max_position_embeddings"]
-        if self.embedding.is_cuda and find_spec("triton") is not None:
+        if has_triton(self.embedding.device):
             from . import cuda_layers
 
             self._through = cuda_layers.through

@@ -13,14 +13,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ...checkpoints.rounded import is_absent
 from ...cpu.library import Kernels, span
 from ...cpu.mixture import Clamp, Experts, Rooms
 from ...plain.mixture import ClampedExperts, by_expert
 from ...plain.mixture import Experts as PlainExperts
-from .linear import SILU, Linear
+from ..state.layer import is_silu
+from .linear import Linear
 from .structure import GELU
 
 MakeProduct = Callable[[Sequence[nn.Linear], str, bool], Linear]
@@ -186,14 +186,10 @@ def kind_of(experts: Any) -> str:
     is_usual = isinstance(experts, PlainExperts) or type(experts)._apply_gate.__name__ == "_default_apply_gate"
     if not is_usual:  # gates before ups
         return ""
-    return "gelu" if type(experts.act_fn).__name__ in GELU else "silu" if _is_silu(experts) else ""
+    return "gelu" if type(experts.act_fn).__name__ in GELU else "silu" if is_silu(experts.act_fn) else ""
 
 
 def clamp_of(experts: Any) -> Clamp | None:
     """The numbers of gates like gpt-oss's; None for others."""
     is_clamped = isinstance(experts, ClampedExperts) or type(experts).__name__ == "GptOssExperts"
     return Clamp(experts.alpha, experts.limit) if is_clamped else None
-
-
-def _is_silu(experts: Any) -> bool:
-    return experts.act_fn is functional.silu or type(experts.act_fn).__name__ in SILU

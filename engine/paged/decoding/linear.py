@@ -29,9 +29,6 @@ if _HAS_ONEDNN:
     _BINARY = torch.ops.mkldnn._linear_pointwise.binary
 
 _FEW_ROWS = 64
-SILU = {"SiLU", "SiLUActivation"}
-"""The names of torch's class and transformers'."""
-
 HELD = "held"
 """The attribute of a module whose weight is absent: the product of its levels, which is its `forward`."""
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...vision.tower import LanguageModel, replaced_tokens
-from .linear import SILU
+from ..state.layer import is_silu
 
 _NAMES = {  # of LFM2's modules; others have these
     "embedding_norm": "norm",
@@ -179,14 +179,14 @@ def _attends_plainly(attention: Any) -> bool:
 
 
 def _is_delta_net(module: Any) -> bool:
-    return children(module) - {"activation"} == _DELTA_NET and type(module.activation).__name__ in SILU
+    return children(module) - {"activation"} == _DELTA_NET and is_silu(module.activation)
 
 
 def _is_mamba(module: Any) -> bool:
     """Whether it is one whose norm, if it has any, comes after its gates, and whose projection nothing multiplies."""
     return (
         children(module) - {"norm"} == _MAMBA
-        and type(module.activation).__name__ in SILU
+        and is_silu(module.activation)
         and (module.norm is None or hasattr(module.norm, "group_size"))
         and module.multipliers is None
         and module.in_multiplier == 1
@@ -200,13 +200,13 @@ def _is_joined(mlp: nn.Module) -> bool:
 
 def _is_gated(mlp: Any) -> bool:
     if _is_joined(mlp):
-        return type(part(mlp, "activation")).__name__ in SILU
+        return is_silu(part(mlp, "activation"))
     if children(mlp) == _MLP - {"act_fn"}:  # LFM2's, which are SiLU's
         return True
     if children(mlp) != _MLP:
         return False
     name = type(mlp.act_fn).__name__
-    return name in SILU or name in GELU
+    return is_silu(mlp.act_fn) or name in GELU
 
 
 def _is_mixture(mlp: Any) -> bool:

@@ -75,6 +75,14 @@ def _unit(x):
 
 
 @triton.jit
+def _columns(size: tl.constexpr, width: tl.constexpr, padded: tl.constexpr, block: tl.constexpr):
+    """This program's rows and columns of a state, whether they are there, their places, and whether these are."""
+    dim, column = tl.arange(0, padded), tl.program_id(2) * block + tl.arange(0, block)
+    inside, there = dim < size, column < width
+    return dim, column, inside, there, dim[:, None] * width + column[None, :], inside[:, None] & there[None, :]
+
+
+@triton.jit
 def delta(
     given,
     rates,
@@ -101,13 +109,10 @@ def delta(
     of `keys` heads, each for `shared` heads of values, and the values."""
     piece, head = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(1)
-    dim, column = tl.arange(0, padded), tl.program_id(2) * block + tl.arange(0, block)
-    inside, there = dim < size, column < width
+    dim, column, inside, there, at, both = _columns(size, width, padded, block)
     channels = 2 * keys * size + heads * width
     own = given + (head // shared) * size + dim
     values = given + 2 * keys * size + head * width + column
-    at = dim[:, None] * width + column[None, :]
-    both = inside[:, None] & there[None, :]
     bias, fading = tl.load(dt_bias + head), tl.load(decay + head)
     source = (tl.load(sources + piece) * heads + head) * (size * width)
     state = tl.load(states + source + at, mask=both, other=0.0)
@@ -152,13 +157,10 @@ def mamba(
     values, and the keys and queries of `groups`."""
     piece, head = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(1)
-    dim, column = tl.arange(0, padded), tl.program_id(2) * block + tl.arange(0, block)
-    inside, there = dim < size, column < width
+    dim, column, inside, there, at, both = _columns(size, width, padded, block)
     channels = heads * width + 2 * groups * size
     shared = given + heads * width + (head // (heads // groups)) * size + dim
     values = given + head * width + column
-    at = dim[:, None] * width + column[None, :]
-    both = inside[:, None] & there[None, :]
     bias, fading, share = tl.load(dt_bias + head), tl.load(rate + head), tl.load(direct + head)
     source = (tl.load(sources + piece) * heads + head) * (size * width)
     state = tl.load(states + source + at, mask=both, other=0.0)

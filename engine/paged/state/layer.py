@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from importlib.util import find_spec
 from math import prod
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from ...device import has_triton
 from ..kv.kv_cache import zeros
 from .step import StateStep, Wave
 
@@ -44,14 +45,9 @@ class Rule(NamedTuple, Generic[T]):
     in_chunks: Callable[[T, Tensor], tuple[Tensor, Tensor]]
 
 
-def on_triton(device: torch.device) -> bool:
-    """Whether a device has kernels for these layers."""
-    return device.type == "cuda" and find_spec("triton") is not None
-
-
-def is_silu(activation: nn.Module) -> bool:
-    """Whether it is torch's SiLU, or transformers'."""
-    return type(activation).__name__ in {"SiLU", "SiLUActivation"}
+def is_silu(activation: object) -> bool:
+    """Whether it is torch's SiLU, the function or the class, or transformers'."""
+    return activation is functional.silu or type(activation).__name__ in {"SiLU", "SiLUActivation"}
 
 
 class StateLayer(nn.Module):
@@ -65,7 +61,7 @@ class StateLayer(nn.Module):
         self.taps: Tensor = convolution.weight.detach().float().squeeze(1).T.contiguous()  # [K, C]
         self.bias: Tensor | None = None if convolution.bias is None else convolution.bias.detach().float()
         self._inputs = torch.empty(0)  # set by `allocate`
-        self.has_kernels = on_triton(self.device)
+        self.has_kernels = has_triton(self.device)
 
     @property
     def device(self) -> torch.device:

@@ -5,7 +5,7 @@ Without a GPU they run in Triton's interpreter, and graphs are what obeys the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def load_kernels(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
     """The model as it is on a GPU."""
     monkeypatch.setattr(runners, "take_experts", lambda model, *_, **__: group_experts(model))
-    monkeypatch.setattr(state_layers, "on_triton", lambda _: True)
+    monkeypatch.setattr(state_layers, "has_triton", lambda _: True)
     runner = load(CudaLike, directory)
     assert runner._decoder is not None
     runner._decoder._through = cuda_layers.through
@@ -93,12 +93,16 @@ def test_a_mixture_beside_a_product_is_gated_by_gelu(tmp_path: Path, monkeypatch
         torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-4)
 
 
-@pytest.fixture(params=["qwen3_5_text", "granitemoehybrid", "lfm2"])
-def layer(request: pytest.FixtureRequest, model_directory: Callable[[str], Path]) -> Iterator[StateLayer]:
-    runner = load(TorchAlone, model_directory(request.param))
+def layer_of(directory: Path) -> StateLayer:
+    runner = load(TorchAlone, directory)
     runner.states.allocate(8, 4, torch.float32)
     assert runner._decoder is not None
-    yield next(one.state for one in runner._decoder.layers if one.state is not None)
+    return next(one.state for one in runner._decoder.layers if one.state is not None)
+
+
+@pytest.fixture(params=["qwen3_5_text", "granitemoehybrid", "lfm2"])
+def layer(request: pytest.FixtureRequest, model_directory: Callable[[str], Path]) -> StateLayer:
+    return layer_of(model_directory(request.param))
 
 
 def made_of(layer: StateLayer, count: int) -> list[Tensor]:
@@ -143,6 +147,20 @@ def test_pieces_are_those_of_torch_and_states_the_same_bits_in_any(layer: StateL
     after = step_of([StateUse(NO_STATE, 6)], [2])
     layer.read([each[:2] for each in made], after)
     assert all(torch.equal(memory[6], memory[2]) for memory in layer.memory), "what was kept after two tokens"
+
+
+@torch.inference_mode()
+def test_a_small_step_leaves_what_it_should(model_directory: Callable[[str], Path]) -> None:
+    """Of a state of zeros, where nothing larger hides it."""
+    layer = layer_of(model_directory("granitemoehybrid"))
+    assert isinstance(layer, Mamba)
+    made = made_of(layer, 1)
+    made[0][:, -layer.num_heads :] = -12 - layer.dt_bias
+    for slot, layer.has_kernels in enumerate((False, True)):
+        layer.read(made, step_of([StateUse(NO_STATE, slot)], [1]))
+    states = layer.memory[1]
+    assert states[0].any()
+    torch.testing.assert_close(states[1], states[0], rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("sorted_by", ["a kernel", "torch"])
