@@ -277,9 +277,10 @@ class PagedBackend:
         indices = {row: index for index, row in enumerate(before.rows)} if before else {}
         segments = [to_segment(one, indices.get(one.row)) for one in scheduled]
         chosen = before.chosen.tokens if before and before.rows else None
-        logits, sampled, best = self.runner.forward(segments, chosen)
+        computed = self.runner.forward(segments, chosen)
         if any(segment.scores for segment in segments):
-            logits, sampled = split_scores(scheduled, logits, sampled)
+            computed = split_scores(scheduled, computed)
+        logits, sampled, best = computed
         rows = [scheduled[index].row for index in sampled]
         return _Unread(rows, choose(logits, [row.choice for row in rows], self._kernels, best))
 

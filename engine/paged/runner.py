@@ -160,7 +160,7 @@ class Runner:
     def forward(self, segments: Sequence[Segment], chosen: Tensor | None = None) -> Computed:
         """Compute the segments; see `pack` for `chosen`."""
         if self._compiled is not None and self._compiled.takes(segments):
-            return self._compiled(segments, chosen)
+            return self._compiled(segments, chosen, self.vision)
         return self._compute(segments, chosen)
 
     @torch.inference_mode()

@@ -8,7 +8,7 @@ from itertools import groupby
 from torch import Tensor
 
 from ..sampler import score
-from .packing import Segment
+from .packing import Computed, Segment
 from .scheduling.rows import Row, Scheduled
 
 
@@ -23,11 +23,10 @@ def to_segment(scheduled: Scheduled, pending: int | None) -> Segment:
     return segment._replace(**choice.layout.place(segment.start, segment.end)._asdict())
 
 
-def split_scores(
-    scheduled: Sequence[Scheduled], logits: Tensor, sampled: Sequence[int]
-) -> tuple[Tensor, Sequence[int]]:
-    """Score prompts with their logits; returns the other logits, from which to choose tokens, and their segments."""
+def split_scores(scheduled: Sequence[Scheduled], computed: Computed) -> Computed:
+    """Score prompts with their logits; returns the others, from which to choose tokens."""
     kept: list[int] = []
+    logits, sampled, best = computed
     for index, rows in groupby(range(len(sampled)), key=sampled.__getitem__):
         first, *others = rows
         row, _, samples = scheduled[index]
@@ -37,7 +36,9 @@ def split_scores(
             choice.score(start, score(logits[first : first + len(tokens)], tokens, count))
         if samples:
             kept.append(others[-1] if others else first)
-    return logits[kept], [sampled[row] for row in kept]
+    if best is not None:
+        best = best[kept] if isinstance(best, Tensor) else [best[row] for row in kept]
+    return Computed(logits[kept], [sampled[row] for row in kept], best)
 
 
 def _tokens(row: Row, count: int) -> Sequence[int]:

@@ -81,6 +81,9 @@ typedef struct {
     float *after;                /* [R, E]: what is to be normalised and added to the stream */
     float *beside;               /* [R, E]: what a mixture beside the layer's own product makes */
     const LayerInputs *layer_inputs; /* or NULL */
+    const float *features;       /* [1 + `num_deep`, `num_features`, E], of images: the first are in the place of some
+                                    tokens' embeddings, the others are added behind one of the first layers each */
+    int64_t num_features, num_deep;
     int64_t most_rank;           /* a multiple of 16 */
     float epsilon, scale, softcap; /* `scale` of the embeddings; `softcap` of the logits, 0 for none */
     float logit_scale;
@@ -88,7 +91,7 @@ typedef struct {
 
 /* One token of a step; `tables` holds the blocks of its sequence in each group's pools, [groups, width]. */
 typedef struct {
-    int64_t id, position, turn; /* rotated by the angle of position `turn` */
+    int64_t id, feature, position, turn; /* `feature`: or -1; rotated by the angle of position `turn` */
     const int64_t *tables;
     int64_t width;
     const LowRank *adapter; /* [layers, NUM_PARTS] or NULL */
@@ -349,82 +352,293 @@ INLINE void widen_rows(const void *pool, int64_t from, int64_t count, int64_t he
             _mm512_storeu_ps(to + j * stride + i, load(pool, from + j * head_dim + i, tail_mask(head_dim - i), half));
 }
 
-/* Causal attention of every token's queries over its cached keys, 16 at a time -> T `mixed` [rows, Hq D]. */
+/* What the queries of adjacent tokens have found among the keys so far: for each the largest score, the sum of
+   e^(score - most) in 16 parts, and the values weighted by these, [stride]. */
+typedef struct {
+    float *most, *sums;
+    __m512 *totals;
+} Found;
+
+/* The keys and values that one key-value head of a sequence attends to. */
+typedef struct {
+    const Layer *layer;
+    const int64_t *table;
+    int64_t head, block_size;
+} Cached;
+
+INLINE int64_t place_of(const Cached *c, int64_t key, int64_t head_dim) {
+    const int64_t block = c->head * c->layer->num_blocks + c->table[key / c->block_size];
+    return (block * c->block_size + key % c->block_size) * head_dim;
+}
+
+/* From a key to its value. */
+INLINE int64_t to_values(const Cached *c, int64_t head_dim) {
+    return c->layer->num_kv_heads * c->layer->num_blocks * c->block_size * head_dim;
+}
+
+/* The next block is anywhere in memory. */
+INLINE void fetch(const Cached *c, int64_t key, int64_t head_dim, int half) {
+    const int64_t start = place_of(c, key / c->block_size * c->block_size, head_dim), bytes = half ? 2 : 4;
+    const char *next = (const char *)c->layer->pool + start * bytes;
+    for (int64_t i = 0; i < 16 * head_dim * bytes; i += 64) {
+        _mm_prefetch(next + i, _MM_HINT_T0);
+        _mm_prefetch(next + to_values(c, head_dim) * bytes + i, _MM_HINT_T0);
+    }
+}
+
+/* The queries of one token, `each` numbers apart, look at the keys from `key` to `end`, up to 16 at a time. */
+INLINE void look_at(const Cached *c, const float *queries, int64_t count_queries, int64_t each, int64_t key,
+                    int64_t end, Found found, int64_t head_dim, int half) {
+    const Layer *l = c->layer;
+    const int64_t stride = (head_dim + 63) / 64 * 64;
+    float keys[16 * stride], values[16 * stride];
+    __m512 shares[count_queries], fades[count_queries];
+    for (int64_t count; key < end; key += count) {
+        const int64_t inside = key % c->block_size, start = place_of(c, key, head_dim);
+        count = c->block_size - inside < 16 ? c->block_size - inside : 16;
+        if (count > end - key) count = end - key;
+        if (key + AHEAD < end) fetch(c, key + AHEAD, head_dim, half);
+        widen_rows(l->pool, start, count, head_dim, stride, keys, half);
+        widen_rows(l->pool, start + to_values(c, head_dim), count, head_dim, stride, values, half);
+        for (int64_t g = 0; g < count_queries; g++) { /* three separate loops expose more independent instructions */
+            __m512 products[16];
+#pragma GCC unroll 16
+            for (int j = 0; j < 16; j++) products[j] = _mm512_setzero_ps();
+            for (int64_t i = 0; i < head_dim; i += 16) {
+                __m512 query = load(queries, g * each + i, tail_mask(head_dim - i), 0);
+#pragma GCC unroll 16
+                for (int j = 0; j < 16; j++) /* the products beyond `count` are garbage and masked below */
+                    products[j] = _mm512_fmadd_ps(query, _mm512_loadu_ps(keys + j * stride + i), products[j]);
+            }
+            __m512 scores = _mm512_mul_ps(sums_of(products), _mm512_set1_ps(l->scaling));
+            if (l->softcap) scores = capped(scores, l->softcap);
+            shares[g] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), tail_mask(count), scores);
+        }
+        for (int64_t g = 0; g < count_queries; g++) {
+            float now = fmaxf(found.most[g], _mm512_reduce_max_ps(shares[g]));
+            fades[g] = exponential(_mm512_set1_ps(found.most[g] - now));
+            shares[g] = exponential(_mm512_sub_ps(shares[g], _mm512_set1_ps(now)));
+            found.totals[g] = _mm512_fmadd_ps(found.totals[g], fades[g], shares[g]);
+            found.most[g] = now;
+        }
+        for (int64_t g = 0; g < count_queries; g++)
+            for (int64_t i = 0; i < stride; i += 64) {
+                __m512 parts[4];
+                for (int k = 0; k < 4; k++)
+                    parts[k] = _mm512_mul_ps(fades[g], _mm512_loadu_ps(found.sums + g * stride + i + 16 * k));
+                for (int64_t j = 0; j < count; j++)
+                    for (int k = 0; k < 4; k++)
+                        parts[k] = _mm512_fmadd_ps(_mm512_set1_ps(((float *)&shares[g])[j]),
+                                                   _mm512_loadu_ps(values + j * stride + i + 16 * k), parts[k]);
+                for (int k = 0; k < 4; k++) _mm512_storeu_ps(found.sums + g * stride + i + 16 * k, parts[k]);
+            }
+    }
+}
+
+enum { ABREAST = WIDE(4) }; /* queries whose sums fit into registers */
+
+/* The compiler would read a vector from memory for each of them. */
+#ifdef __AVX512BW__
+#define KEEP(vector) __asm__("" : "+v"(vector))
+#else
+#define KEEP(vector)
+#endif
+
+/* Numbers [16, 16], rows `stride` apart, transposed. */
+INLINE void transpose(const float *from, int64_t stride, float *to) {
+    __m512 rows[4][4]; /* [R][q]: four rows' numbers of the columns q, 4 + q, 8 + q and 12 + q */
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; r++) {
+        __m512 v[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) v[i] = _mm512_loadu_ps(from + (4 * r + i) * stride);
+        const __m512 a = _mm512_unpacklo_ps(v[0], v[2]), b = _mm512_unpacklo_ps(v[1], v[3]);
+        const __m512 c = _mm512_unpackhi_ps(v[0], v[2]), d = _mm512_unpackhi_ps(v[1], v[3]);
+        rows[r][0] = _mm512_unpacklo_ps(a, b), rows[r][1] = _mm512_unpackhi_ps(a, b);
+        rows[r][2] = _mm512_unpacklo_ps(c, d), rows[r][3] = _mm512_unpackhi_ps(c, d);
+    }
+#pragma GCC unroll 4
+    for (int q = 0; q < 4; q++) {
+        const __m512 a = _mm512_shuffle_f32x4(rows[0][q], rows[1][q], 0x88);
+        const __m512 b = _mm512_shuffle_f32x4(rows[2][q], rows[3][q], 0x88);
+        const __m512 c = _mm512_shuffle_f32x4(rows[0][q], rows[1][q], 0xdd);
+        const __m512 d = _mm512_shuffle_f32x4(rows[2][q], rows[3][q], 0xdd);
+        _mm512_storeu_ps(to + 16 * q, _mm512_shuffle_f32x4(a, b, 0x88));
+        _mm512_storeu_ps(to + 16 * (8 + q), _mm512_shuffle_f32x4(a, b, 0xdd));
+        _mm512_storeu_ps(to + 16 * (4 + q), _mm512_shuffle_f32x4(c, d, 0x88));
+        _mm512_storeu_ps(to + 16 * (12 + q), _mm512_shuffle_f32x4(c, d, 0xdd));
+    }
+}
+
+/* The products of ABREAST queries with 16 keys, `keys` [head_dim, 16], added up in the order of `look_at`. */
+INLINE void products_of(const float *const *queries, const float *keys, int64_t head_dim, __m512 *to) {
+    __m512 first[ABREAST];
+#pragma GCC unroll 1
+    for (int k = 0; k < 4; k++) {
+        __m512 sums[ABREAST][4];
+#pragma GCC unroll 4
+        for (int q = 0; q < ABREAST; q++)
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) sums[q][j] = _mm512_setzero_ps();
+#pragma GCC unroll 1
+        for (int64_t i = 4 * k; i < head_dim; i += 16)
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+                __m512 key = _mm512_loadu_ps(keys + (i + j) * 16);
+                KEEP(key);
+#pragma GCC unroll 4
+                for (int q = 0; q < ABREAST; q++)
+                    sums[q][j] = _mm512_fmadd_ps(_mm512_set1_ps(queries[q][i + j]), key, sums[q][j]);
+            }
+#pragma GCC unroll 4
+        for (int q = 0; q < ABREAST; q++) {
+            const __m512 even = _mm512_add_ps(sums[q][0], sums[q][2]), odd = _mm512_add_ps(sums[q][1], sums[q][3]);
+            const __m512 quarter = _mm512_add_ps(even, odd);
+            if (k % 2 == 0) first[q] = quarter;
+            else if (k == 1) to[q] = _mm512_add_ps(first[q], quarter);
+            else to[q] = _mm512_add_ps(to[q], _mm512_add_ps(first[q], quarter));
+        }
+    }
+}
+
+/* As `look_at`, with the same bits, for `count` queries, a multiple of ABREAST, which look at the same keys: from `key`
+   to `end`, both multiples of 16. */
+INLINE void look_at_parts(const Cached *c, const float *const *queries, int64_t count, int64_t key, int64_t end,
+                          Found found, int64_t head_dim, int half) {
+    const Layer *l = c->layer;
+    const int64_t stride = (head_dim + 63) / 64 * 64;
+    float keys[16 * stride], values[16 * stride], turned[16 * head_dim], fades[count + 16];
+    __m512 shares[count];
+    for (; key < end; key += 16) {
+        const int64_t start = place_of(c, key, head_dim);
+        if (key + AHEAD < end) fetch(c, key + AHEAD, head_dim, half);
+        widen_rows(l->pool, start, 16, head_dim, stride, keys, half);
+        widen_rows(l->pool, start + to_values(c, head_dim), 16, head_dim, stride, values, half);
+        for (int64_t i = 0; i < head_dim; i += 16) transpose(keys + i, stride, turned + 16 * i);
+        for (int64_t q = 0; q < count; q += ABREAST) products_of(queries + q, turned, head_dim, shares + q);
+        for (int64_t q = 0; q < count; q++) {
+            shares[q] = _mm512_mul_ps(shares[q], _mm512_set1_ps(l->scaling));
+            if (l->softcap) shares[q] = capped(shares[q], l->softcap);
+            const float now = fmaxf(found.most[q], _mm512_reduce_max_ps(shares[q]));
+            fades[q] = found.most[q] - now, found.most[q] = now;
+            shares[q] = exponential(_mm512_sub_ps(shares[q], _mm512_set1_ps(now)));
+        }
+        for (int64_t q = 0; q < count; q += 16)
+            _mm512_storeu_ps(fades + q, exponential(load(fades, q, tail_mask(count - q), 0)));
+        for (int64_t q = 0; q < count; q++)
+            found.totals[q] = _mm512_fmadd_ps(found.totals[q], _mm512_set1_ps(fades[q]), shares[q]);
+        for (int64_t q = 0; q < count; q += ABREAST)
+            for (int64_t i = 0; i < stride; i += 64) {
+                __m512 parts[ABREAST][4];
+                float *sums = found.sums + q * stride + i;
+#pragma GCC unroll 4
+                for (int a = 0; a < ABREAST; a++)
+#pragma GCC unroll 4
+                    for (int k = 0; k < 4; k++)
+                        parts[a][k] =
+                            _mm512_mul_ps(_mm512_set1_ps(fades[q + a]), _mm512_loadu_ps(sums + a * stride + 16 * k));
+#pragma GCC unroll 1
+                for (int64_t j = 0; j < 16; j++) {
+                    __m512 value[4];
+#pragma GCC unroll 4
+                    for (int k = 0; k < 4; k++) {
+                        value[k] = _mm512_loadu_ps(values + j * stride + i + 16 * k);
+                        KEEP(value[k]);
+                    }
+#pragma GCC unroll 4
+                    for (int a = 0; a < ABREAST; a++) {
+                        const __m512 share = _mm512_set1_ps(((const float *)&shares[q + a])[j]);
+#pragma GCC unroll 4
+                        for (int k = 0; k < 4; k++) parts[a][k] = _mm512_fmadd_ps(share, value[k], parts[a][k]);
+                    }
+                }
+#pragma GCC unroll 4
+                for (int a = 0; a < ABREAST; a++)
+#pragma GCC unroll 4
+                    for (int k = 0; k < 4; k++) _mm512_storeu_ps(sums + a * stride + 16 * k, parts[a][k]);
+            }
+    }
+}
+
+#define LOOK_TOGETHER(name, half)                                                                                     \
+    static __attribute__((noinline)) void name(const Cached *c, const float *const *queries, int64_t count,           \
+                                               int64_t key, int64_t end, Found found, int64_t head_dim) {             \
+        switch (head_dim) {                                                                                           \
+        case 32: look_at_parts(c, queries, count, key, end, found, 32, half); break;                                  \
+        case 64: look_at_parts(c, queries, count, key, end, found, 64, half); break;                                  \
+        case 128: look_at_parts(c, queries, count, key, end, found, 128, half); break;                                \
+        case 256: look_at_parts(c, queries, count, key, end, found, 256, half); break;                                \
+        default: look_at_parts(c, queries, count, key, end, found, head_dim, half);                                   \
+        }                                                                                                             \
+    }
+LOOK_TOGETHER(together_bf16, 1)
+LOOK_TOGETHER(together_f32, 0)
+
+/* The first key that a token sees. */
+INLINE int64_t first_key(const Layer *l, const Token *token) {
+    return token->position + 1 > l->window ? token->position + 1 - l->window : 0;
+}
+
+/* Tokens of a sequence that attend together, so that its keys are read once for all; as many as the caches have room
+   for. */
+INLINE int64_t most_together(const Model *m, int64_t group_size, int64_t head_dim) {
+    if (head_dim % 16 || m->block_size % 16) return 1;
+    return group_size >= 32 ? 1 : group_size <= 2 ? 16 : 32 / group_size;
+}
+
+/* Causal attention of every token's queries over its cached keys, 16 at a time -> T `mixed` [rows, Hq D]. A token has
+   the same bits whichever others attend beside it. */
 INLINE void attend(Thread *t, const Model *m, const Layer *l, const Token *tokens, int64_t rows, int64_t head_dim,
                    int half) {
     const int64_t H = l->num_kv_heads, group_size = l->num_q_heads / H, each = spread(l) * head_dim;
-    const int64_t stride = (head_dim + 63) / 64 * 64, block_numbers = m->block_size * head_dim;
-    const int64_t to_values = H * l->num_blocks * block_numbers; /* from a key to its value */
-    NEXT(item, t, rows * H) {
-        const int64_t row = item / H, head = item % H, length = tokens[row].position + 1;
-        const float *queries = m->qkv + row * l->qkv.outputs + head * group_size * each;
-        const int64_t *table = table_of(tokens + row, l);
-        float keys[16 * stride], values[16 * stride], sums[group_size * stride]; /* values weighted by their shares */
-        float most[group_size]; /* the largest score of each query */
-        __m512 total[group_size], shares[group_size], fades[group_size]; /* of e^(score - most), in 16 parts */
-        for (int64_t g = 0; g < group_size; g++) {
-            most[g] = l->sinks ? l->sinks[head * group_size + g] : -INFINITY;
-            total[g] = l->sinks ? _mm512_mask_mov_ps(_mm512_setzero_ps(), 1, _mm512_set1_ps(1)) : _mm512_setzero_ps();
+    const int64_t stride = (head_dim + 63) / 64 * 64, most_rows = most_together(m, group_size, head_dim);
+    int64_t firsts[MOST_ROWS + 1], parts = 0; /* of the tokens that attend together */
+    for (int64_t row = 0; row < rows; row++)
+        if (!parts || tokens[row].tables != tokens[row - 1].tables || row - firsts[parts - 1] == most_rows)
+            firsts[parts++] = row;
+    firsts[parts] = rows;
+    NEXT(item, t, parts * H) {
+        const int64_t first = firsts[item / H], count = firsts[item / H + 1] - first, head = item % H;
+        const int64_t num = count * group_size, padded = (num + ABREAST - 1) / ABREAST * ABREAST;
+        const Cached cached = {l, table_of(tokens + first, l), head, m->block_size};
+        const float *queries[padded];
+        float most[padded], sums[padded * stride];
+        __m512 totals[padded];
+        for (int64_t q = 0; q < padded; q++) {
+            const int64_t own = q < num ? q : num - 1, g = head * group_size + own % group_size;
+            queries[q] = m->qkv + (first + own / group_size) * l->qkv.outputs + g * each;
+            most[q] = l->sinks ? l->sinks[g] : -INFINITY;
+            totals[q] = l->sinks ? _mm512_mask_mov_ps(_mm512_setzero_ps(), 1, _mm512_set1_ps(1)) : _mm512_setzero_ps();
         }
-        for (int64_t i = 0; i < group_size * stride; i++) sums[i] = 0;
-        int64_t count, key = length > l->window ? length - l->window : 0;
-        for (; key < length; key += count) {
-            const int64_t inside = key % m->block_size;
-            count = m->block_size - inside < 16 ? m->block_size - inside : 16;
-            if (count > length - key) count = length - key;
-            const int64_t block = head * l->num_blocks + table[key / m->block_size];
-            const int64_t start = block * block_numbers + inside * head_dim;
-            if (key + AHEAD < length) { /* the next block is anywhere in memory */
-                const int64_t after = head * l->num_blocks + table[(key + AHEAD) / m->block_size];
-                const char *next = (const char *)l->pool + after * block_numbers * (half ? 2 : 4);
-                for (int64_t i = 0; i < 16 * head_dim * (half ? 2 : 4); i += 64) {
-                    _mm_prefetch(next + i, _MM_HINT_T0);
-                    _mm_prefetch(next + to_values * (half ? 2 : 4) + i, _MM_HINT_T0);
-                }
-            }
-            widen_rows(l->pool, start, count, head_dim, stride, keys, half);
-            widen_rows(l->pool, start + to_values, count, head_dim, stride, values, half);
-            for (int64_t g = 0; g < group_size; g++) { /* three separate loops expose more independent instructions */
-                __m512 products[16];
-#pragma GCC unroll 16
-                for (int j = 0; j < 16; j++) products[j] = _mm512_setzero_ps();
-                for (int64_t i = 0; i < head_dim; i += 16) {
-                    __m512 query = load(queries, g * each + i, tail_mask(head_dim - i), 0);
-#pragma GCC unroll 16
-                    for (int j = 0; j < 16; j++) /* the products beyond `count` are garbage and masked below */
-                        products[j] = _mm512_fmadd_ps(query, _mm512_loadu_ps(keys + j * stride + i), products[j]);
-                }
-                __m512 scores = _mm512_mul_ps(sums_of(products), _mm512_set1_ps(l->scaling));
-                if (l->softcap) scores = capped(scores, l->softcap);
-                shares[g] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), tail_mask(count), scores);
-            }
-            for (int64_t g = 0; g < group_size; g++) {
-                float now = fmaxf(most[g], _mm512_reduce_max_ps(shares[g]));
-                fades[g] = exponential(_mm512_set1_ps(most[g] - now));
-                shares[g] = exponential(_mm512_sub_ps(shares[g], _mm512_set1_ps(now)));
-                total[g] = _mm512_fmadd_ps(total[g], fades[g], shares[g]);
-                most[g] = now;
-            }
-            for (int64_t g = 0; g < group_size; g++)
-                for (int64_t i = 0; i < stride; i += 64) {
-                    __m512 parts[4];
-                    for (int k = 0; k < 4; k++)
-                        parts[k] = _mm512_mul_ps(fades[g], _mm512_loadu_ps(sums + g * stride + i + 16 * k));
-                    for (int64_t j = 0; j < count; j++)
-                        for (int k = 0; k < 4; k++)
-                            parts[k] = _mm512_fmadd_ps(_mm512_set1_ps(((float *)&shares[g])[j]),
-                                                       _mm512_loadu_ps(values + j * stride + i + 16 * k), parts[k]);
-                    for (int k = 0; k < 4; k++) _mm512_storeu_ps(sums + g * stride + i + 16 * k, parts[k]);
-                }
+        for (int64_t i = 0; i < padded * stride; i++) sums[i] = 0;
+        int64_t from = 0, to = 0; /* what all of them see in whole parts of 16 keys */
+        if (count > 1) {
+            from = (first_key(l, tokens + first + count - 1) + 15) / 16 * 16;
+            to = (tokens[first].position + 1) / 16 * 16;
+            if (to <= from) from = to = 0;
         }
-        for (int64_t g = 0; g < group_size; g++) {
-            __m512 scale = _mm512_set1_ps(1 / _mm512_reduce_add_ps(total[g]));
-            const int64_t to = (row * l->num_q_heads + head * group_size + g) * head_dim;
+#pragma GCC unroll 1
+        for (int behind = 0; behind < 2; behind++) { /* before what all see, and behind */
+            for (int64_t r = 0; r < count; r++) {
+                const int64_t start = first_key(l, tokens + first + r), at = r * group_size;
+                const int64_t key = behind && to ? to : start, end = behind ? tokens[first + r].position + 1 : from;
+                const Found own = {most + at, sums + at * stride, totals + at};
+                look_at(&cached, queries[at], group_size, each, key, end, own, head_dim, half);
+            }
+            if (!behind && to) {
+                const Found all = {most, sums, totals};
+                (half ? together_bf16 : together_f32)(&cached, queries, padded, from, to, all, head_dim);
+            }
+        }
+        for (int64_t q = 0; q < num; q++) {
+            __m512 scale = _mm512_set1_ps(1 / _mm512_reduce_add_ps(totals[q]));
+            const int64_t row = first + q / group_size;
+            const int64_t at = (row * l->num_q_heads + head * group_size + q % group_size) * head_dim;
             for (int64_t i = 0; i < head_dim; i += 16) {
                 const __mmask16 mask = tail_mask(head_dim - i);
-                __m512 v = _mm512_mul_ps(_mm512_loadu_ps(sums + g * stride + i), scale);
-                if (l->has_gates) v = _mm512_mul_ps(v, sigmoid(load(queries, g * each + head_dim + i, mask, 0)));
-                store(m->mixed, to + i, v, mask, half);
+                __m512 v = _mm512_mul_ps(_mm512_loadu_ps(sums + q * stride + i), scale);
+                if (l->has_gates) v = _mm512_mul_ps(v, sigmoid(load(queries[q], head_dim + i, mask, 0)));
+                store(m->mixed, at + i, v, mask, half);
             }
         }
     }
@@ -710,6 +924,21 @@ INLINE void gate_ups(Thread *t, const Model *m, const Layer *l, int64_t rows, in
     wait_for_all(t);
 }
 
+/* Add what images have behind the layer number `layer`, counted from 1, to the stream of the tokens that show them. */
+INLINE void add_deep(Thread *t, const Model *m, const Token *tokens, int64_t layer, int64_t rows) {
+    if (layer > m->num_deep) return;
+    const int64_t E = m->embedding;
+    const float *deep = m->features + layer * m->num_features * E;
+    EACH(r, t, rows) {
+        for (int64_t i = 0; tokens[r].feature >= 0 && i < E; i += 16) {
+            const __mmask16 mask = tail_mask(E - i);
+            const __m512 more = load(deep, tokens[r].feature * E + i, mask, 0);
+            store(m->stream, r * E + i, _mm512_add_ps(load(m->stream, r * E + i, mask, 0), more), mask, 0);
+        }
+    }
+    wait_for_all(t);
+}
+
 /* The whole model. */
 INLINE void forward(Thread *t, const Step *s, int half) {
     const Model *m = s->model;
@@ -719,6 +948,10 @@ INLINE void forward(Thread *t, const Step *s, int half) {
     Adapters own = {m, tokens, s->runs, s->num_runs, 0, 0, 0};
     const void *numbers = m->embeddings.numbers;
     EACH(r, t, rows) {
+        if (tokens[r].feature >= 0) {
+            memcpy(m->stream + r * E, m->features + tokens[r].feature * E, sizeof(float) * E);
+            continue;
+        }
         if (!numbers) read_row(&m->embeddings, tokens[r].id, m->stream + r * E);
         for (int64_t i = 0; i < E; i += 16) {
             __mmask16 mask = tail_mask(E - i);
@@ -731,6 +964,7 @@ INLINE void forward(Thread *t, const Step *s, int half) {
     if (m->layer_inputs && !m->layer_inputs->are_given) make_layer_inputs(t, m, tokens, &own, rows, half);
     for (const Layer *l = m->layers; l < m->layers + m->num_layers; l++, own.layer++) {
         const Inputs in = inputs_at(m->levels, MOST_ROWS, groups(&l->qkv));
+        if (own.layer) add_deep(t, m, tokens, own.layer, rows);
         if (own.layer == m->reading && s->kept < rows) {
             if (!s->kept) return;
             keep_rows(t, m, s->keep, s->kept);
@@ -783,6 +1017,7 @@ INLINE void forward(Thread *t, const Step *s, int half) {
         added(t, m, &l->down, &own, DOWN, m->gated, &gated, rows, l->mlp_after, l->mlp_epsilon, &l->residual, half);
         end_layer(t, m, l, &own, indices, rows, half);
     }
+    add_deep(t, m, tokens, own.layer, rows);
     const Inputs last = inputs_at(m->levels, MOST_ROWS, groups(&m->head));
     norms(t, m, m->norm, m->epsilon, indices ? NULL : s->keep, s->kept, takes_levels(&m->head, half), &last, half);
     logits_argmax(t, m, &last, s->kept, s->logits, s->most, s->best, half);
@@ -806,12 +1041,13 @@ static int64_t add_run(Run *runs, int64_t count, const Token *tokens, int64_t ro
 }
 
 /* Compute `segments`, each some tokens of one sequence: their count, the first position, whether the logits of the
-   last token are wanted, the width of the tables, the address of the adapter or 0, by how much the positions of
-   rotations differ from the tokens' own, the slot of the running state before it and how many slots to write; then ids
-   [count], tables [groups, width] and, for each slot to write, how many of its tokens come before and the slot. The
-   model must have cosines and sines for every position of a rotation. Writes the wanted `logits` [kept, V] and the ids
-   of their maxima, `best` [kept], -1 where the maximum is not finite. Returns 0; or 1, having computed nothing, for an
-   id without an embedding, a token without a block, or a state without a slot. */
+   last token (1) or of all (2) are wanted, the width of the tables, the address of the adapter or 0, by how much the
+   positions of rotations differ from the tokens' own, the slot of the running state before it, how many slots to
+   write and whether it shows images; then ids [count], if it does, features [count], -1 where a token has none,
+   tables [groups, width] and, for each slot to write, how many of its tokens come before and the slot. The model
+   must have cosines and sines for every position of a rotation. Writes the wanted `logits` [kept, V] and the ids of
+   their maxima, `best` [kept], -1 where the maximum is not finite. Returns 0; or 1, having computed nothing, for an
+   id without an embedding, a feature that is not there, a token without a block, or a state without a slot. */
 int64_t step(const Model *m, const int64_t *segments, int64_t count, float *logits, int64_t *best) {
     Token tokens[MOST_ROWS], last[MOST_ROWS];
     Run runs[MOST_ROWS], last_runs[MOST_ROWS];
@@ -823,7 +1059,8 @@ int64_t step(const Model *m, const int64_t *segments, int64_t count, float *logi
         const int64_t length = segments[0], start = segments[1], wanted = segments[2], width = segments[3];
         const LowRank *adapter = (const LowRank *)segments[4];
         const int64_t shift = segments[5], source = segments[6], num_targets = segments[7];
-        const int64_t *ids = segments + 8, *tables = ids + length, *pairs = tables + m->num_groups * width;
+        const int64_t *ids = segments + 9, *features = segments[8] ? ids + length : NULL;
+        const int64_t *tables = ids + (features ? 2 : 1) * length, *pairs = tables + m->num_groups * width;
         if ((start + length - 1) / m->block_size >= width) return 1;
         stretches[s] = (Stretch){rows, length, source};
         for (int64_t i = 0; i < length; i++) targets[rows + i] = -1;
@@ -834,12 +1071,14 @@ int64_t step(const Model *m, const int64_t *segments, int64_t count, float *logi
         }
         if (m->num_slots && (source < 0 || source > m->num_slots || targets[rows + length - 1] < 0)) return 1;
         for (int64_t i = 0; i < length; i++) {
-            if (ids[i] < 0 || ids[i] >= m->vocabulary) return 1;
-            tokens[rows++] = (Token){ids[i], start + i, start + i + shift, tables, width, adapter};
+            const int64_t feature = features ? features[i] : -1;
+            if (ids[i] < 0 || ids[i] >= m->vocabulary || feature >= m->num_features) return 1;
+            tokens[rows++] = (Token){ids[i], feature, start + i, start + i + shift, tables, width, adapter};
             num_runs = add_run(runs, num_runs, tokens, rows - 1);
+            if (wanted < 2 && (!wanted || i < length - 1)) continue;
+            last[kept] = tokens[rows - 1], num_last_runs = add_run(last_runs, num_last_runs, last, kept);
+            most[kept] = -INFINITY, best[kept] = INT64_MAX, keep[kept++] = rows - 1;
         }
-        if (wanted) last[kept] = tokens[rows - 1], num_last_runs = add_run(last_runs, num_last_runs, last, kept);
-        if (wanted) most[kept] = -INFINITY, best[kept] = INT64_MAX, keep[kept++] = rows - 1;
         segments = pairs + 2 * num_targets;
     }
     const Strides strides = {stretches, count, targets, m->convolved, m->gates, m->rates, m->decays};

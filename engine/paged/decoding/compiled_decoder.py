@@ -7,12 +7,14 @@ of it. One call runs all layers, with no Python in between.
 from __future__ import annotations
 
 import ctypes
+import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ...adapters.loaded import LowRank
 from ...adapters.low_rank import Part
@@ -20,6 +22,7 @@ from ...cpu.library import MOST_ROWS, PLAIN, Kernels
 from ...cpu.low_rank import LowRankAddition
 from ...cpu.mixture import Room
 from ...cpu.rows import Table
+from ...vision.tower import Vision
 from ..attention import Rules
 from ..kv.kv_cache import Pool
 from ..packing import Computed, LayerGroup, Segment
@@ -32,10 +35,11 @@ from .linear import Adaptable, known_product, known_products
 from .mixtures import Routed, used_of
 from .remembering import Remembering, slots_of
 from .rows import table_of
+from .showing import Shown, last_position, show, turn
 
 _MOST_KEYS = 1024
-"""The longest context of a prefill in the compiled code: it attends token by token, and over more keys matrix products
-are faster."""
+"""The longest context of a prefill in the compiled code where torch attends in AMX's tiles, which over more keys are
+faster. Elsewhere there is no bound, so that a token has the same bits however its prompt is cut into pieces."""
 
 RANK_UNIT = 16
 """The kernels compute so many columns of an adapter's first matrix together."""
@@ -58,8 +62,9 @@ class CompiledDecoder:
         self._replaced = decoder.replaced
         self._pools: Sequence[Pool] = ()
         self._context_length = context_length
-        self._angles: dict[str | None, Tensor] = {}  # cosines and sines [2, P, D] of each kind; grown by `_reach`
-        self._num_angles = 0  # P
+        self._angles: dict[str | None, Tensor] = {}  # cosines and sines [2, P + MOST_ROWS, D] by kind; see `_reach`
+        self._num_angles = 0  # P; behind them are those of a step's tokens in images
+        self._most_keys = _MOST_KEYS if dtype == torch.bfloat16 and kernels.has_tiles else sys.maxsize
         self._scales: list[Tensor] = []  # of queries, [P], if the model has any; set by `_reach`
         self._low = torch.empty(0)  # what adapters' first matrices make of the inputs; grown by `table`
         head = known_product(decoder.head)
@@ -71,6 +76,7 @@ class CompiledDecoder:
         self.routed = [None if one is None else Routed(one, dtype, kernels, factor) for one, factor in factors]
         self.remembering: list[Remembering] = []  # of the layers that keep running states
         self._states: Tensor | None = None  # the first memory of the first of these; set by `_attach_states`
+        self._shown: Shown | None = None  # by the last step, whose features the structure of the model points to
         self._layers = (LayerFields * len(decoder.layers))()
         self._attending: list[tuple[int, LayerFields]] = []  # each with the number of its keys and values
         for layer, routed, to in zip(decoder.layers, self.routed, self._layers, strict=True):
@@ -181,18 +187,20 @@ class CompiledDecoder:
             self._model.low, self._model.most_rank = self._low.data_ptr(), most
         return table
 
-    @staticmethod
-    def takes(segments: Sequence[Segment]) -> bool:
-        """Whether the kernels take this step: few tokens, no scored prompt or image, no prefill over a long context."""
+    def takes(self, segments: Sequence[Segment]) -> bool:
+        """Whether the kernels take this step: few tokens, none of which sees later ones, and, with AMX, no prefill over
+        a long context."""
         few = sum(len(segment.tokens) for segment in segments) <= MOST_ROWS
         return few and all(
-            (len(segment.tokens) == 1 or segment.end <= _MOST_KEYS)
-            and not (segment.scores or segment.images or segment.positions is not None or segment.ends is not None)
+            (len(segment.tokens) == 1 or segment.end <= self._most_keys) and segment.ends is None
             for segment in segments
         )
 
-    def __call__(self, segments: Sequence[Segment], chosen: Tensor | None = None) -> Computed:
+    def __call__(
+        self, segments: Sequence[Segment], chosen: Tensor | None = None, vision: Vision | None = None
+    ) -> Computed:
         """Compute a step that `takes` accepts; see `pack` for `chosen`. The logits, float32, last until the next call.
+        `vision` makes features of images.
 
         Raises `IndexError` for a token without an embedding or a block, or a segment without slots for its state.
         """
@@ -203,19 +211,29 @@ class CompiledDecoder:
         if any(segment.adapter for segment in segments):  # rows of one adapter are computed together if adjacent
             order = sorted(order, key=lambda index: id(segments[index].adapter))
         replaced = self._replaced
+        self._reach(max(last_position(segment) for segment in segments) + 1)
+        shown = show([segments[index] for index in order], vision, self._dtype)
+        self._show(shown)
+        row, num_turned = 0, self._num_angles
         for index in order:
-            ids, start, tables, samples, _, adapter, state, shift, *_ = segments[index]
+            ids, start, tables, samples, scores, adapter, state, shift, images, positions, _ = segments[index]
             address = ctypes.addressof(adapter.compiled) if adapter else 0
             source, targets = slots_of(state, len(ids), self._model.num_slots)
-            numbers.extend((len(ids), start, samples, len(tables[0]), address, shift, source, len(targets) // 2))
+            if positions is not None:
+                shift = num_turned - start
+                num_turned += turn(positions, self._decoder.angles, self._angles, num_turned)
+            wanted = 2 if scores else int(samples)
+            numbers.extend((len(ids), start, wanted, len(tables[0]), address, shift, source, len(targets) // 2))
+            numbers.append(shown is not None and len(images) > 0)
             ids = ids if chosen is None else [id if id >= 0 else max(known[~id], 0) for id in ids]
             numbers.extend([replaced.get(id, id) for id in ids] if replaced else ids)
+            if images and shown is not None:
+                numbers.extend(shown.of[row : row + len(ids)])
+            row += len(ids)
             for table in tables:
                 numbers.extend(table)
             numbers.extend(targets)
-            if samples:
-                sampled.append(index)
-        self._reach(max(segment.end + segment.shift for segment in segments))
+            sampled.extend([index] * (len(ids) if scores else wanted))
         best, (address, _) = array("q", bytes(8 * len(sampled))), numbers.buffer_info()
         buffers = address, len(segments), self._logits.data_ptr(), best.buffer_info()[0]
         if self._kernels.library.step(ctypes.byref(self._model), *buffers):
@@ -307,12 +325,18 @@ class CompiledDecoder:
         if end > self._num_angles:
             positions = torch.arange(max(end, min(max(2 * end, _FIRST_POSITIONS), self._context_length)))
             found = self._decoder.angles(positions, torch.float32)
-            self._angles = {kind: torch.cat(angles[:2]).contiguous() for kind, angles in found.items()}
+            behind = 0, 0, 0, MOST_ROWS
+            self._angles = {kind: functional.pad(torch.cat(angles[:2]), behind) for kind, angles in found.items()}
             self._num_angles = len(positions)
             self._scales = [angles.scales.flatten() for angles in found.values() if angles.scales is not None]
             for layer, to in zip(self._decoder.layers, self._layers, strict=True):
                 to.cosines, to.sines = (one.data_ptr() for one in self._angles[layer.kind])
                 to.scales = self._scales[0].data_ptr() if self._scales else 0
+
+    def _show(self, shown: Shown | None) -> None:
+        model, self._shown = self._model, shown
+        model.num_features, model.num_deep = (0, 0) if shown is None else (shown.features.shape[1], len(shown[0]) - 1)
+        model.features = 0 if shown is None else shown.features.data_ptr()
 
     def _numbers(self, tensor: Tensor) -> int:
         return self._address(tensor.detach().float().contiguous())

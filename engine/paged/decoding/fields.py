@@ -40,7 +40,7 @@ class ModelFields(ctypes.Structure):
         ("head", Product),
         *((name, _POINTER) for name in ("input", "mixed", "gated", "stream", "qkv", "gates")),
         *((name, _POINTER) for name in ("convolved", "rates", "decays", "shares")),
-        *((name, _POINTER) for name in ("levels", "room", "low", "after", "beside", "layer_inputs")),
-        ("most_rank", _INT),
+        *((name, _POINTER) for name in ("levels", "room", "low", "after", "beside", "layer_inputs", "features")),
+        *((name, _INT) for name in ("num_features", "num_deep", "most_rank")),
         *((name, _FLOAT) for name in ("epsilon", "scale", "softcap", "logit_scale")),
     ]

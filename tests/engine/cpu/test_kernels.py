@@ -26,7 +26,7 @@ from penstock.engine.checkpoints.gguf.weights import rounded_of
 from penstock.engine.checkpoints.rounded import Blocks, Rounded
 from penstock.engine.cpu.compiling import compiled
 from penstock.engine.cpu.layouts import numbers
-from penstock.engine.cpu.library import PLAIN, Kernels, NoKernels, Product, load_kernels
+from penstock.engine.cpu.library import MOST_ROWS, PLAIN, Kernels, NoKernels, Product, load_kernels
 from penstock.engine.cpu.machine import ARCHITECTURE, KERNEL_FLAGS, cpu_flags
 from penstock.engine.cpu.variants import VARIANTS
 from penstock.engine.models import user_cache
@@ -375,6 +375,9 @@ CONFIGS = st.fixed_dictionaries(
 )
 
 
+SMALL: dict[str, Any] = {"num_key_value_heads": 2, "hidden_size": 84, "intermediate_size": 48, "sliding_window": 40}
+
+
 def make_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
     fields = dict(config)
     kind, group = fields.pop("kind"), fields.pop("group")
@@ -433,10 +436,44 @@ def test_steps(dtype: torch.dtype, config: dict[str, Any], lengths: list[tuple[i
     assert [distance(one, other) < bound for one, other in zip(*found, strict=True)] == [True] * len(found[0])
 
 
-def test_long_prompts_are_left_to_products_of_many_rows() -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(CONFIGS, st.lists(st.integers(1, 200), max_size=6), st.integers(0, 30))
+@example({"kind": LlamaConfig, "head_dim": 64, "group": 3, **SMALL}, [300, 1], 0)
+@example({"kind": MistralConfig, "head_dim": 16, "group": 1, **SMALL}, [17, 1, 1, 150], 5)
+@example({"kind": Qwen3Config, "head_dim": 24, "group": 2, **SMALL}, [90], 7)  # no whole vectors
+@example({"kind": Qwen3Config, "head_dim": 128, "group": 7, **SMALL}, [], 1)
+def test_a_prompt_has_the_same_bits_however_it_is_cut(
+    processor: str, dtype: torch.dtype, config: dict[str, Any], cuts: list[int], beside: int
+) -> None:
+    """In pieces, token by token, and beside others: its keys, its values and what follows."""
+    length, model = 240, make_model(config, dtype)
+    runner = Runner(model, BLOCK, 1024, ProductMaker(None, torch.device("cpu"), kernels()), kernels())
+    assert runner._compiled is not None
+    ids = [(11 * i + i * i) % 170 for i in range(length)]
+    whole, cut = list(range(15)), [14 - i for i in range(15)]
+    own = [Segment([i % 170 for i in range(beside)], 0, [[15, 16]], True)] if beside else []
+    runner.allocate([17])
+    expected = of_segments(runner.forward([Segment(ids, 0, [whole], True, scores=True)])).clone()
+    left = [pool.memory.clone() for pool in runner.pools(0)]
+    found, start = [], 0
+    for count in [*cuts, length - 20 - sum(cuts)]:
+        end = min(start + min(count, MOST_ROWS - beside), length)
+        if start < end:
+            step = [*own, Segment(ids[start:end], start, [cut], True, scores=True)]
+            logits, sampled, _ = runner.forward(step)
+            found.append(logits[[row for row, index in enumerate(sampled) if index == len(own)]].clone())
+        start = end
+    for at in range(start, length):
+        found.append(runner.forward([Segment(ids[at : at + 1], at, [cut], True)]).logits.clone())
+    assert torch.equal(torch.cat(found), expected)
+    for before, pool in zip(left, runner.pools(0), strict=True):
+        assert torch.equal(pool.memory[:, cut], before[:, whole])
+
+
+def test_steps_of_many_tokens_are_left_to_torch() -> None:
     """The kernels read their keys afterwards: both decoders share one memory."""
-    config = {"kind": LlamaConfig, "head_dim": 16, "num_key_value_heads": 2, "group": 2, "hidden_size": 64}
-    config |= {"intermediate_size": 48, "sliding_window": None}
+    config = {"kind": LlamaConfig, "head_dim": 16, "group": 2, **SMALL}
     found = []
     for offered in (kernels(), None):
         model = make_model(config, torch.float32)
@@ -445,12 +482,22 @@ def test_long_prompts_are_left_to_products_of_many_rows() -> None:
         prompts = [Segment([i % 170 for i in range(n)], 0, [list(range(at, at + 80))], True) for n, at in ((300, 0),)]
         if runner._compiled is not None:
             assert not runner._compiled.takes(prompts)
-            assert not runner._compiled.takes([Segment([1, 2], 1023, [[]], True)])
+            assert runner._compiled.takes([Segment([1, 2], 100_000, [[]], True)])
             assert runner._compiled.takes([Segment([1], 5000, [[]], True)] * 256)
             assert not runner._compiled.takes([Segment([1], 5000, [[]], True)] * 257)
         runner.forward(prompts)
         found.append(runner.forward([Segment([9], 300, [list(range(80))], True)])[0])
     assert distance(*found) < 1e-4
+
+
+def test_amx_leaves_long_prompts_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose products are faster there, over many keys."""
+    model = make_model({"kind": LlamaConfig, "head_dim": 16, "group": 2, **SMALL}, torch.bfloat16)
+    monkeypatch.setattr(kernels(), "has_tiles", True)
+    runner = Runner(model, BLOCK, 256, ProductMaker(None, torch.device("cpu"), kernels()), kernels())
+    assert runner._compiled is not None
+    assert not runner._compiled.takes([Segment([1, 2], 1023, [[]], True)])
+    assert runner._compiled.takes([Segment([1, 2], 1022, [[]], True), Segment([1], 5000, [[]], True)])
 
 
 def test_a_token_without_an_embedding_or_a_block_is_an_error_and_no_reading_elsewhere() -> None:

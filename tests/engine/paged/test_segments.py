@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.engine import EngineRequest, GenerationParams, ModelInfo
 from penstock.engine.choice import Choice
 from penstock.engine.paged.kv.blocks import Tables
-from penstock.engine.paged.packing import Segment
+from penstock.engine.paged.packing import Computed, Segment
 from penstock.engine.paged.scheduling.rows import Row, Scheduled
 from penstock.engine.paged.segments import split_scores, to_segment
 from penstock.engine.text.byte_tokenizer import ByteTokenizer
@@ -78,8 +78,9 @@ def test_a_whole_prompt_is_scored_and_its_last_logits_are_left() -> None:
     logits = torch.randn(5, 259, generator=torch.Generator().manual_seed(1))
     before, scored, after = row(b"x", computed=0), row(b"abc", **SCORED), row(b"y")
     scheduled = [Scheduled(before, 1, True), Scheduled(scored, 3, True), Scheduled(after, 1, True)]
-    left, sampled = split_scores(scheduled, logits, [0, 1, 1, 1, 2])
+    left, sampled, best = split_scores(scheduled, Computed(logits, [0, 1, 1, 1, 2], [10, 11, 12, 13, 14]))
     assert sampled == [0, 1, 2]
+    assert best == [10, 13, 14]
     assert torch.equal(left, logits[[0, 3, 4]])
     first, *others = scores_of(scored.choice)
     assert (first.token_id, first.logprob) == (ord("a"), None)
@@ -93,13 +94,13 @@ def test_a_whole_prompt_is_scored_and_its_last_logits_are_left() -> None:
 def test_a_prompt_in_pieces_is_scored_piece_by_piece_and_chosen_from_at_the_end() -> None:
     logits = torch.randn(5, 259, generator=torch.Generator().manual_seed(2))
     one = row(b"abcde", **SCORED)
-    left, sampled = split_scores([Scheduled(one, 2, False)], logits[:2], [0, 0])
+    left, sampled, _ = split_scores([Scheduled(one, 2, False)], Computed(logits[:2], [0, 0]))
     assert (len(left), sampled) == (0, [])
     one.num_computed = 2
-    left, sampled = split_scores([Scheduled(one, 2, False)], logits[2:4], [0, 0])
+    left, sampled, _ = split_scores([Scheduled(one, 2, False)], Computed(logits[2:4], [0, 0]))
     assert (len(left), sampled) == (0, [])
     one.num_computed = 4
-    left, sampled = split_scores([Scheduled(one, 1, True)], logits[4:], [0])
+    left, sampled, _ = split_scores([Scheduled(one, 1, True)], Computed(logits[4:], [0]))
     assert torch.equal(left, logits[4:]) and sampled == [0]
     told = scores_of(one.choice)[1:]
     assert [each.token_id for each in told] == [*b"bcde"]
@@ -110,7 +111,7 @@ def test_a_prompt_is_not_scored_twice() -> None:
     """One that is computed again, as it was preempted, has its scores already, and then one row of logits."""
     logits = torch.randn(3, 259, generator=torch.Generator().manual_seed(3))
     one = row(b"ab", **SCORED)
-    split_scores([Scheduled(one, 2, True)], logits[:2], [0, 0])
-    left, sampled = split_scores([Scheduled(one, 2, True)], logits[2:], [0])
+    split_scores([Scheduled(one, 2, True)], Computed(logits[:2], [0, 0]))
+    left, sampled, _ = split_scores([Scheduled(one, 2, True)], Computed(logits[2:], [0]))
     assert torch.equal(left, logits[2:]) and sampled == [0]
     assert [each.logprob for each in scores_of(one.choice)] == [None, expected(logits[0], ord("b"))[0]]

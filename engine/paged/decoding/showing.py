@@ -1,0 +1,59 @@
+"""The images of a step, for the compiled decoder: which tokens show what instead of their embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...vision.tower import Vision
+from ..packing import Ints, Segment
+from .decoder import Rotations
+
+
+class Shown(NamedTuple):
+    """`features` [1 + L, K, E] in float32: the first are in the place of embeddings, the others are added behind one of
+    the first L layers each. `of` has for each token of the step the number of its own, or -1."""
+
+    features: Tensor
+    of: list[int]
+
+
+def show(segments: Sequence[Segment], vision: Vision | None, dtype: torch.dtype) -> Shown | None:
+    """What the tokens of `segments`, in this order, show, rounded to `dtype`; None without an image."""
+    placed, count = [], 0
+    for segment in segments:
+        placed += [one._replace(rows=one.rows + count) for one in segment.images]
+        count += len(segment.tokens)
+    seen = None if vision is None else vision.see(placed, torch.device("cpu"))
+    if seen is None:
+        return None
+    of = [-1] * count
+    for number, row in enumerate(seen.rows.tolist()):
+        of[row] = number
+    return Shown(torch.stack((seen.features, *seen.deep)).to(dtype).float().contiguous(), of)
+
+
+def last_position(segment: Segment) -> int:
+    """The largest by which a token of the segment is rotated."""
+    if segment.positions is not None:
+        return int(segment.positions.max())
+    return segment.end - 1 + segment.shift
+
+
+@torch.inference_mode()
+def turn(
+    positions: Ints, angles: Callable[[Tensor, torch.dtype], Rotations], known: Mapping[str | None, Tensor], start: int
+) -> int:
+    """Put the rotations at `positions` [3, n] into `known` [2, P, D], from number `start` on; returns their number.
+
+    Where the three are equal, as those of text are, they are those that `known` has for text.
+    """
+    count, is_text = positions.shape[1], torch.from_numpy((positions == positions[0]).all(0))
+    plain = torch.from_numpy(positions[0])
+    for kind, found in angles(torch.from_numpy(positions), torch.float32).items():
+        own, text = torch.cat(found[:2]), known[kind][:, plain]
+        known[kind][:, start : start + count] = torch.where(is_text[None, :, None], text, own)
+    return count
