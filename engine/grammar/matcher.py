@@ -33,6 +33,15 @@ _MAX_FORCED_SECONDS = 0.001  # that a mask may take where those behind it are ma
 _MAX_FORCED_TOKENS = 32  # that are looked ahead for what has to come
 _MAX_FORCED_WORDS = 64  # of a mask, that have bits where all tokens begin alike
 _MAX_REASON_LENGTH = 200
+_CLEARER = (  # what xgrammar's messages leave out or do not explain
+    (r"but got$", "but the grammar ends there"),
+    (r"Expect element,", 'Expect a text "…", a class […], the name of a rule or a group (…),'),
+    (r"Expect rule name$", "Expect the name of a rule, or the end"),
+    (r"(Invalid escape sequence)(\\.*)?$", r"\1 \2; write \\\\ for a backslash"),
+    ("Unexpected character: \ufffd", "Unexpected character: one beyond ASCII"),
+    (r"(Unexpected character: .*)$", r'\1; texts stand in "…", and classes of characters in […]'),
+    (r"sequence ;", "sequence;"),
+)
 # xgrammar allows control characters in strings with a bounded length; JSON does not.
 _FORBIDDEN = {
     "json_schema": re.compile(rb"[\x00-\x1f]"),
@@ -279,6 +288,11 @@ def _refusal(message: str) -> InvalidRequest:
 
 
 def _reason(error: Exception) -> str:
-    """xgrammar's message without its time stamp and source line."""
-    text = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error)).strip() or type(error).__name__
+    """xgrammar's message without its time stamp, source line and condition, and complete."""
+    # xgrammar takes characters beyond ASCII apart, and quotes a part of one.
+    text = error.object.decode(errors="replace") if isinstance(error, UnicodeDecodeError) else str(error)
+    text = re.sub(r"^\[[\d:]+\] \S+:\d+: (?:Check failed: \(.*\) is false: )?", "", text).strip()
+    for found, better in _CLEARER:
+        text = re.sub(found, better, text)
+    text = text or type(error).__name__
     return text if len(text) <= _MAX_REASON_LENGTH else text[: _MAX_REASON_LENGTH - 1] + "…"
