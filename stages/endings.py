@@ -100,14 +100,14 @@ def addresses(message: Message) -> list[Address]:
 
 
 def _body(data: bytes) -> Any:
-    """What a message says, or None; one in UTF-16 is refused, but names the client who is to hear so."""
+    """What a message says, or None; one that is not in UTF-8 is refused, but names the client who is to hear so."""
     try:
         return parse_json(data)
     except ValueError:
         if len(data) > LONG:
             return None
     try:
-        return json.loads(data)
+        return json.loads(data.decode(json.detect_encoding(data[:4]), "replace"))
     except (ValueError, RecursionError):
         return None
 

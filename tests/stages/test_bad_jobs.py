@@ -70,13 +70,18 @@ def test_a_job_may_begin_with_a_byte_order_mark(pipeline: Pipeline) -> None:
     assert isinstance(pipeline.runner.run(written(pipeline, given, b"\xef\xbb\xbf" + codec.encode(given))), Accepted)
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
-def test_the_client_of_a_job_in_utf_16_hears_what_is_wrong(pipeline: Pipeline, encoding: str) -> None:
-    given = job().model_copy(update={"bridge": "windows"})
+@pytest.mark.parametrize(
+    ("encoding", "fault"),
+    [*((f"utf-16{order}", "UTF-8, but in UTF-16") for order in ("", "-le", "-be")), ("latin-1", "UTF-8")],
+)
+def test_the_client_of_a_job_in_another_encoding_hears_what_is_wrong(
+    pipeline: Pipeline, encoding: str, fault: str
+) -> None:
+    given = job().model_copy(update={"bridge": "windows", "body": {"model": MODEL, "prompt": "é"}})
     failed = pipeline.runner.run(written(pipeline, given, codec.encode(given).decode().encode(encoding)))
     assert isinstance(failed, Failed)
     assert (failed.error.status, failed.error.code) == (400, "malformed_job")
-    assert failed.error.message == "The job is malformed: it is not in UTF-8, but in UTF-16; send it in UTF-8."
+    assert failed.error.message == f"The job is malformed: it is not in {fault}; send it in UTF-8."
 
 
 @pytest.mark.parametrize("lane", ["normal.default.high.other", "normal.default.other"])
