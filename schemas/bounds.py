@@ -6,6 +6,7 @@ before: a few megabytes can be a million objects, each of them faulty.
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -27,21 +28,9 @@ _ESCAPE = re.compile(rb"\\(?:u(?:d[89ab]..\\ud[c-f]..|(d[89a-f]..))|.)", re.IGNO
 
 
 def load_json(raw: bytes) -> Any:
-    """Parse a JSON document. Raises `ValueError` with a sentence that lacks its subject, as in "is not valid JSON".
-
-    An escape that is half a character, as JavaScript writes of a text cut in the middle of an emoji, stands for
-    the replacement character: agents repeat their history, so one such text would end their session. A byte order mark,
-    which editors and shells on Windows write in front, is passed over, as RFC 8259 (8.1) allows.
-    """
+    """Parse a JSON document. Raises `ValueError` with a sentence that lacks its subject, as in "is not valid JSON"."""
     check_size(raw)
-    raw = raw.removeprefix(_BYTE_ORDER_MARK)
-    try:
-        value = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        try:
-            value = orjson.loads(_without_halves(raw))
-        except orjson.JSONDecodeError:
-            raise ValueError(f"is not valid JSON: {error}.") from None
+    value = parse_json(raw)
     if raw.count(b"{") + raw.count(b"[") > DEEPEST:
         level = [value] if isinstance(value, dict | list) else []
         for _ in range(DEEPEST):
@@ -50,6 +39,44 @@ def load_json(raw: bytes) -> Any:
         if level:
             raise ValueError(f"is nested deeper than {DEEPEST} levels.")
     return value
+
+
+def parse_json(raw: bytes) -> Any:
+    """As `load_json`, whatever the document holds.
+
+    An escape that is half a character, as JavaScript writes of a text cut in the middle of an emoji, stands for
+    the replacement character: agents repeat their history, so one such text would end their session.
+    """
+    raw = utf_8(raw)
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        try:
+            return orjson.loads(_without_halves(raw))
+        except orjson.JSONDecodeError:
+            if not _is_utf_8(raw):
+                raise ValueError("is not in UTF-8; send it in UTF-8.") from None
+            raise ValueError(f"is not valid JSON: {error}.") from None
+
+
+def utf_8(raw: bytes) -> bytes:
+    """A JSON document without its byte order mark, which editors and shells on Windows write in front, and .NET's
+    streams, and which may be passed over (RFC 8259, 8.1).
+
+    Raises `ValueError` as `load_json` does where UTF-16 or UTF-32 is what its first bytes show.
+    """
+    encoding = json.detect_encoding(raw[:4])
+    if not encoding.startswith("utf-8"):
+        raise ValueError(f"is not in UTF-8, but in {encoding[:6].upper()}; send it in UTF-8.")
+    return raw.removeprefix(_BYTE_ORDER_MARK)
+
+
+def _is_utf_8(raw: bytes) -> bool:
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _without_halves(raw: bytes) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import traceback
 import uuid
@@ -9,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-import orjson
 import structlog
 
 from ..config import metrics
+from ..schemas.bounds import LONG, parse_json
 from ..schemas.errors import GenerationFailed, Refusal
 from ..schemas.events import ErrorBody, Event, Expired, Failed, Started
 from ..schemas.jobs import TOKEN_PATTERN, Priority, ValidatedJob
@@ -92,13 +93,23 @@ async def _keep(
 
 def addresses(message: Message) -> list[Address]:
     """The clients of a message, as far as it can be parsed; an unreadable job is named by its message id."""
-    try:
-        body = orjson.loads(message.data)
-    except orjson.JSONDecodeError:
-        body = None
+    body = _body(message.data)
     if isinstance(body, dict) and isinstance(body.get("jobs"), list):
         return [_address(job, message) for job in body["jobs"]]
     return [_address(body, message)]
+
+
+def _body(data: bytes) -> Any:
+    """What a message says, or None; one that is not in UTF-8 is refused, but names the client who is to hear so."""
+    try:
+        return parse_json(data)
+    except ValueError:
+        if len(data) > LONG:
+            return None
+    try:
+        return json.loads(data.decode(json.detect_encoding(data[:4]), "replace"))
+    except (ValueError, RecursionError):
+        return None
 
 
 async def _asked(pipe: Pipe, subject: str) -> list[Address]:

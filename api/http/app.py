@@ -10,7 +10,6 @@ from fastapi.responses import JSONResponse, Response
 from fastapi_offline import FastAPIOffline
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -38,10 +37,11 @@ from .generate import add_generate
 from .messages import add_messages
 from .metrics import MetricsRoutes
 from .middleware.access import AccessLog, note
-from .middleware.browsers import Browsers, is_loopback
+from .middleware.browsers import Browsers, SharedOrigins, is_loopback
+from .middleware.failures import Failures
 from .middleware.ignored import HEADER, Ignored
 from .middleware.keys import Authentication
-from .middleware.rates import NAMES, RateHeaders
+from .middleware.rates import ANTHROPIC_NAMES, OPENAI_NAMES, RateHeaders
 from .middleware.refused import RefusedBodies
 from .models.adapters import add_adapters
 from .models.catalogue import CatalogueRoutes
@@ -56,7 +56,10 @@ from .tokens import add_tokens
 
 _NOT_READY = {"description": "Not ready yet, or shutting down."}
 # Response headers that a web page may read.
-_EXPOSED = ("x-request-id", "retry-after", "retry-after-ms", "x-should-retry", HEADER, *NAMES)
+_EXPOSED = (
+    *("x-request-id", "request-id", "retry-after", "retry-after-ms", "x-should-retry", HEADER),
+    *(*OPENAI_NAMES, *ANTHROPIC_NAMES),
+)
 
 
 def create_app(
@@ -133,14 +136,9 @@ def _add_middleware(app: FastAPI, settings: Settings, bridge: Bridge) -> None:
     if keys:
         app.add_middleware(Authentication, keys=Keys(settings.api_keys or (), settings.api_keys_file))
     app.add_middleware(Browsers, origins=settings.cors_origins or (), local=is_loopback(settings.host))
+    app.add_middleware(Failures)
     if settings.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=settings.cors_origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=_EXPOSED,
-        )
+        app.add_middleware(SharedOrigins, origins=settings.cors_origins, exposed=_EXPOSED)
     app.add_middleware(_RequestIds)
     app.add_middleware(Ignored)
     app.add_middleware(AccessLog, lines=settings.access_log)
@@ -207,14 +205,3 @@ def _add_error_handlers(app: FastAPI) -> None:
         response = error_response(ErrorBody(error.status_code, text, "invalid_request_error", code))
         response.headers.update(headers)
         return response
-
-    @app.exception_handler(Exception)
-    async def failed(_: Request, error: Exception) -> Response:
-        return error_response(
-            ErrorBody(
-                500,
-                "Penstock could not answer because of an internal error; see its log.",
-                "server_error",
-                "internal_error",
-            )
-        )

@@ -47,6 +47,7 @@ _UNSUPPORTED = {  # fields of adapter_config.json that change the arithmetic, wi
 }
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")  # those that leave the base model's weights alone
 _SLOW = re.compile(r"\)[*+{]|(?:[*+{].*){4}")  # patterns for which `re` may take exponential time, or nearly
+_LANGUAGE_MODELS = frozenset({"model", "language_model", "text_model"})  # what names of modules begin with
 _SHOWN = 3  # module names in an error message
 _CHUNK = 1 << 20  # bytes of a file that are hashed at a time
 
@@ -78,8 +79,9 @@ def read_adapter(name: str, directory: Path, targets: Targets) -> AdapterFiles:
     except OSError as error:
         raise _unreadable(directory, error) from error
     pairs = dict(_pairs(_tensors(content, directory), config, directory))
+    digest, pairs = _digest(pairs, (content,)), _renamed(pairs, targets, directory)
     _check_modules(pairs, targets, directory)
-    return AdapterFiles(name, str(directory), _digest(pairs, (content,)), pairs)
+    return AdapterFiles(name, str(directory), digest, pairs)
 
 
 def check_adapter(directory: Path, base: Path | None = None) -> str:
@@ -264,6 +266,32 @@ def _setting(config: dict[str, Any], field: str, patterns: str, module: str, dir
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value <= 0:
         raise _refused(f"the adapter in {directory} has {field}={value!r} for {module}; it must be above 0")
     return value
+
+
+def _renamed(pairs: Mapping[str, LowRank], targets: Targets, directory: Path) -> dict[str, LowRank]:
+    """The matrices by the model's own names of modules, where those differ only in what they begin with.
+
+    PEFT names the language model of one that sees `model.language_model` or `language_model.model`, by the class and
+    the version of transformers it was trained in, that of a model of text `model`, and that of a bare one not at all.
+    """
+    known: dict[str, list[str]] = {}
+    for own in (*targets.linear, *targets.others):
+        known.setdefault(_within(own), []).append(own)
+    renamed: dict[str, LowRank] = {}
+    for module, pair in pairs.items():
+        found = [module] if module in targets.linear else known.get(_within(module), [])
+        own = found[0] if len(found) == 1 else module
+        if own in renamed:
+            raise _refused(f"the adapter in {directory} changes {own} twice, under two names; save it again")
+        renamed[own] = pair
+    return renamed
+
+
+def _within(module: str) -> str:
+    """The name of a module within its language model."""
+    parts = module.split(".")
+    start = next((place for place, part in enumerate(parts) if part not in _LANGUAGE_MODELS), len(parts))
+    return ".".join(parts[start:])
 
 
 def _check_modules(pairs: Mapping[str, LowRank], targets: Targets, directory: Path) -> None:

@@ -75,13 +75,15 @@ def choice_grammar(choices: Sequence[str], *, path: str = "guided_choice") -> Gr
 
 def regex_grammar(pattern: str, *, path: str = "guided_regex") -> Grammar:
     """The grammar of the texts that `pattern` matches as a whole. Raises `InvalidRequest`."""
+    if not pattern:
+        raise fault(path, "an empty pattern allows no answer but an empty one; leave it out", "invalid_grammar")
     return Grammar(kind="regex", text=check_pattern(pattern, path))
 
 
 def ebnf_grammar(text: str, *, path: str = "guided_grammar") -> Grammar:
     """The grammar that `text` describes in GBNF, from the rule `root` on. Raises `InvalidRequest`."""
     if "root" not in text or "::=" not in text:
-        raise fault(path, "a grammar in GBNF has rules `name ::= …`, one of them named root")
+        raise fault(path, "a grammar in GBNF has rules `name ::= …`, one of them named root", "invalid_grammar")
     return Grammar(kind="ebnf", text=text)
 
 

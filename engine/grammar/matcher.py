@@ -29,7 +29,19 @@ if TYPE_CHECKING:
 
 _CACHE_BYTES = 256 << 20  # of compiled grammars; the least recently used go first
 _MAX_MASK_SECONDS = 0.02  # of CPU time; a mask of 150,000 tokens takes 0.0002
+_MAX_FORCED_SECONDS = 0.001  # that a mask may take where those behind it are made ahead
+_MAX_FORCED_TOKENS = 32  # that are looked ahead for what has to come
+_MAX_FORCED_WORDS = 64  # of a mask, that have bits where all tokens begin alike
 _MAX_REASON_LENGTH = 200
+_CLEARER = (  # what xgrammar's messages leave out or do not explain
+    (r"but got$", "but the grammar ends there"),
+    (r"Expect element,", 'Expect a text "…", a class […], the name of a rule or a group (…),'),
+    (r"Expect rule name$", "Expect the name of a rule, or the end"),
+    (r"(Invalid escape sequence)(\\.*)?$", r"\1 \2; write \\\\ for a backslash"),
+    ("Unexpected character: \ufffd", "Unexpected character: one beyond ASCII"),
+    (r"(Unexpected character: .*)$", r'\1; texts stand in "…", and classes of characters in […]'),
+    (r"sequence ;", "sequence;"),
+)
 # xgrammar allows control characters in strings with a bounded length; JSON does not.
 _FORBIDDEN = {
     "json_schema": re.compile(rb"[\x00-\x1f]"),
@@ -96,7 +108,8 @@ class GrammarCompiler:
 
         free = free_text(grammar)
         tokens = None if free is None else FreeTokens(self._texts, self._free_tokens(free.openers), free.literals)
-        return Matcher(GrammarMatcher(compiled), self._permitted(grammar.kind, visible), self._ends, tokens)
+        permitted = self._permitted(grammar.kind, visible)
+        return Matcher(GrammarMatcher(compiled), permitted, self._ends, self._texts, tokens)
 
     def _compiler(self) -> Any:
         with self._lock:
@@ -162,9 +175,18 @@ class Matcher:
     and something after that, and 0.05 to 0.1 ms elsewhere. The mask is kept where only free tokens came since.
     """
 
-    def __init__(self, matcher: GrammarMatcher, permitted: Mask, ends: Mask, free: FreeTokens | None = None) -> None:
-        """`permitted` is a mask of the tokens that any state of the grammar may allow, `ends` of the end tokens."""
+    def __init__(
+        self,
+        matcher: GrammarMatcher,
+        permitted: Mask,
+        ends: Mask,
+        texts: Sequence[bytes],
+        free: FreeTokens | None = None,
+    ) -> None:
+        """`permitted` is a mask of the tokens that any state of the grammar may allow, `ends` of the end tokens.
+        `texts` are those of all tokens."""
         self._matcher = matcher
+        self._texts = texts
         self._permitted = permitted
         self._mask = permitted.copy()
         self._is_current = False  # whether `_mask` is of this state; set by `mask` and `accept`
@@ -204,14 +226,48 @@ class Matcher:
         self._is_current = self._is_current and self._is_free and is_free
         self._is_settled = free is not None and is_free and (self._is_settled or free.settles(token))
 
-    def forced(self) -> str:
-        """The text that must come next, in whatever tokens; empty where there is a choice."""
-        if self._is_current and self._is_free:
+    def forced(self, most: int) -> str:
+        """The text that is likely to have to come next, in whatever tokens; empty where there is a choice.
+
+        It ends soon after `most` bytes. xgrammar's own search for it has no end where the text has none, as with
+        `root ::= "a" root`, and fills the memory. This one takes what tokens there are: a text may follow that no
+        longer token begins with.
+        """
+        mask = self.mask()
+        if self._is_free or self.cost > _MAX_FORCED_SECONDS:
             return ""
+        found, ahead = b"", None
+        for _ in range(_MAX_FORCED_TOKENS):
+            piece, has_more = self._common(mask)
+            found += piece
+            if not has_more or len(found) >= most:
+                break
+            ahead = ahead or self._matcher.fork()
+            if not ahead.accept_string(piece):
+                break
+            mask = self._permitted.copy()
+            ahead.fill_next_token_bitmask(mask)
+            mask &= self._permitted
         try:
-            return str(self._matcher.find_jump_forward_string())
+            return found.decode()
         except UnicodeDecodeError as error:  # it ends within a character, where several begin with the same byte
-            return bytes(error.object[: error.start]).decode()
+            return found[: error.start].decode()
+
+    def _common(self, mask: Mask) -> tuple[bytes, bool]:
+        """How all tokens of a mask begin, and whether that is one of them, so that more may have to follow."""
+        import numpy as np
+
+        words = np.flatnonzero(mask)
+        if not 0 < len(words) <= _MAX_FORCED_WORDS or (mask & self._ends).any():
+            return b"", False
+        bits = np.flatnonzero(np.unpackbits(mask[words].view(np.uint8), bitorder="little"))
+        texts = [self._texts[token] for token in (words[bits >> 5] << 5) + (bits & 31)]
+        longest = max(texts, key=len)
+        if all(map(longest.startswith, texts)):
+            return longest, True
+        first, last = min(texts), max(texts)
+        common = next((place for place, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), 0)
+        return first[:common], False
 
     @property
     def is_over(self) -> bool:
@@ -232,6 +288,11 @@ def _refusal(message: str) -> InvalidRequest:
 
 
 def _reason(error: Exception) -> str:
-    """xgrammar's message without its time stamp and source line."""
-    text = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error)).strip() or type(error).__name__
+    """xgrammar's message without its time stamp, source line and condition, and complete."""
+    # xgrammar takes characters beyond ASCII apart, and quotes a part of one.
+    text = error.object.decode(errors="replace") if isinstance(error, UnicodeDecodeError) else str(error)
+    text = re.sub(r"^\[[\d:]+\] \S+:\d+: (?:Check failed: \(.*\) is false: )?", "", text).strip()
+    for found, better in _CLEARER:
+        text = re.sub(found, better, text)
+    text = text or type(error).__name__
     return text if len(text) <= _MAX_REASON_LENGTH else text[: _MAX_REASON_LENGTH - 1] + "…"

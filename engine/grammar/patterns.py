@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable
 
 from ...schemas.errors import InvalidRequest
 
 _MAX_REPEATS = 128  # of one part of a pattern within JSON; xgrammar fails above
+_ESCAPED = r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]+\}|.)"
 _TOKENS = re.compile(
-    r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]+\}|.)|\[\^?(?:\\.|[^\]\\])*\]|\[.*|\(\?<?[=!]|\{[\d,]*\}|.",
+    _ESCAPED + r"|\[\^?(?:\\.|[^\]\\])*\]|\[.*|\(\?<?[=!]|\{[\d,]*\}|.",
     re.DOTALL,
 )
+_SETS = frozenset(map("\\{}".format, "dDwWsS"))
 _CLASS = re.compile(r"\[\^?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _MAX_NAMES = 250_000  # sum of the squares of their lengths, to which the length of `key_pattern` is proportional
 _ESCAPED_IN_JSON = r'\x00-\x1f"\\'  # in a class: what a JSON string has to escape
@@ -44,6 +47,10 @@ def _checked(pattern: str, path: str, in_json: bool) -> str:
             fault = "a pattern cannot look ahead or behind"
         elif re.match(r"\\[A-Za-z0-9]", token) and token[1] not in _ESCAPES:
             fault = f"{token} is not supported"
+        elif token in ("\\x", "\\u"):
+            fault = f"{token} needs digits of a character: \\x41, \\u0041 or \\u{{41}}"
+        elif token.startswith("\\u{") and int(token[3:-1], 16) > sys.maxunicode:
+            fault = f"{token} is no character; the last one is \\u{{10ffff}}"
         elif token.startswith("["):
             fault = _class_fault(token, in_json) if _CLASS.fullmatch(token) else "a class is not closed"
         elif in_json and re.match(r"\{\d", token) and max(map(int, re.findall(r"\d+", token))) > _MAX_REPEATS:
@@ -55,7 +62,47 @@ def _checked(pattern: str, path: str, in_json: bool) -> str:
             parts.append("" if re.match(r"[*+?]|\{\d", tokens[index - 1]) else "{0,1}")
         else:
             parts.append(_literal(token) if in_json else token)
+    if fault := _structure_fault(tokens):
+        raise InvalidRequest(f"{path}: {fault}.", code="invalid_grammar", param=path)
     return "".join(parts)
+
+
+def _structure_fault(tokens: list[str]) -> str | None:
+    """What is wrong with groups and repetitions. xgrammar's messages give places in a text that no client has seen."""
+    opened = skipped = 0
+    before = ""  # what a repetition would repeat: nothing, an "atom", or a "repetition" already
+    for index, token in enumerate(tokens):
+        if skipped:
+            skipped -= 1
+        elif token == "(":
+            opened, before = opened + 1, ""
+            start = "".join(tokens[index + 1 :])[:80]
+            if (group := re.match(r"\?(?::|<[A-Za-z_]\w*>)", start)) is not None:
+                skipped = len(group[0])
+            elif start.startswith("?") and not start.startswith(("?=", "?!")):
+                return "a group begins with (, (?: or (?<name>; flags such as (?i) and other kinds are not supported"
+        elif token == ")":
+            if not opened:
+                return "a ) has no ( before it; write \\) for the character"
+            opened, before = opened - 1, "atom"
+        elif token in ("|", "^"):
+            before = ""
+        elif token in ("*", "+", "?") or token.startswith("{"):
+            counts = re.fullmatch(r"\{(\d+)(?:,(\d*))?\}", token)
+            if token.startswith("{") and not counts:
+                return "a { begins a repetition such as {2}, {2,} or {2,5}; write \\{ for the character"
+            if counts and counts[2] and int(counts[1]) > int(counts[2]):
+                return f"the first number of {token} is above the second"
+            if not before:
+                return f"{token} has nothing before it to repeat; write \\{token} for the character"
+            if before == "repetition" and token != "?":
+                return f"{token} repeats a repetition; put what it repeats into (?:…)"
+            before = "atom" if before == "repetition" else "repetition"
+        elif token == "\\":
+            return "it ends with a single \\; write \\\\ for the character"
+        else:
+            before = "atom"
+    return "a ( has no ) behind it; write \\( for the character" if opened else None
 
 
 def key_pattern(names: Iterable[str]) -> str:
@@ -87,6 +134,8 @@ def _class_fault(token: str, in_json: bool) -> str | None:
     escapes = re.findall(r"\\(.)", inside)
     if unknown := [one for one in escapes if one.isalnum() and one.isascii() and one not in _ESCAPES]:
         return f"\\{unknown[0]} is not supported"
+    if fault := _range_fault(inside):
+        return fault
     if in_json and not token.startswith("[^"):
         # xgrammar excludes what JSON has to escape only from classes that have other characters, all ASCII.
         try:
@@ -97,6 +146,30 @@ def _class_fault(token: str, in_json: bool) -> str | None:
         if escaped and (len(escaped) == len(found) or not token.isascii() or re.search(r"\\[xu]", token)):
             return f"quotes, backslashes and control characters cannot be in the class {token}"
     return None
+
+
+def _range_fault(inside: str) -> str | None:
+    parts = re.findall(rf"{_ESCAPED}|.", inside, re.DOTALL)
+    index = 0
+    while index + 2 < len(parts):
+        low, dash, high = parts[index : index + 3]
+        if dash != "-" or low in _SETS:
+            index += 1
+            continue
+        if high in _SETS:
+            return f"{low}-{high} is no range of characters; write \\- for the character -"
+        if _character(low) > _character(high):
+            return f"the range {low}-{high} is upside down"
+        index += 3
+    return None
+
+
+def _character(part: str) -> str:
+    """What stands for one character, as that."""
+    if not part.startswith("\\") or len(part) < 2:
+        return part
+    digits = part[2:].strip("{}")
+    return chr(int(digits, 16)) if digits else _CONTROL.get(part[1], part[1])
 
 
 def _in_json(token: str) -> str:

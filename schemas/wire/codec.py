@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from ..bounds import MOST_LISTED, check_size, listed
+from ..bounds import MOST_LISTED, check_size, listed, parse_json, utf_8
 from ..errors import PenstockError
 from ..events import (
     Accepted,
@@ -114,7 +114,7 @@ def decode_model(kind: type[Model], data: bytes, schema: str | None) -> Model:
         raise DecodeError(f"expected schema {expected}, got {schema}")
     try:
         if kind is not Job:
-            return kind.model_validate_json(data, extra="ignore")
+            return kind.model_validate_json(plain(data), extra="ignore")
         # orjson, which will write the job again, must read it, too: the two parsers accept different documents.
         return kind.model_validate(_job(data), extra="forbid" if schema in (None, expected) else "ignore")
     except ValidationError as error:
@@ -194,12 +194,20 @@ def faults(error: ValidationError) -> str:
     return "; ".join(listed(named, count))
 
 
+def plain(data: bytes) -> bytes:
+    """What a client or a stage of yours has sent, without a byte order mark. Raises `DecodeError` if it is no UTF-8."""
+    try:
+        return utf_8(data)
+    except ValueError as error:
+        raise DecodeError(f"it {error}") from None
+
+
 def _job(data: bytes) -> Any:
     try:
         check_size(data)
+        return parse_json(data)
     except ValueError as error:
         raise DecodeError(f"it {error}") from None
-    return _json(data)
 
 
 def _json(data: bytes) -> Any:

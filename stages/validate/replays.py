@@ -19,6 +19,7 @@ from ...schemas.errors import Fatal, GenerationFailed, InvalidRequest, Overloade
 from ...schemas.events import ErrorBody, ItemEvent, Token, Turn
 from ...schemas.jobs import ReplayRequest
 from ...schemas.wire import codec
+from ...schemas.wire.codec import DecodeError
 from ...streams.outages import outage_logged, through_outages
 from ...streams.port import Broker, Message, Reply
 from ...streams.topology import EVENTS, Subjects
@@ -88,7 +89,9 @@ class Replays:
         except ValueError as error:
             raise InvalidRequest(f"{error}.", param="subject") from None
         try:
-            question = ReplayRequest.model_validate_json(message.data or b"{}")
+            question = ReplayRequest.model_validate_json(codec.plain(message.data) or b"{}")
+        except DecodeError as error:
+            raise InvalidRequest(f"The question is malformed: {str(error).rstrip('.')}.") from None
         except ValidationError as error:
             raise InvalidRequest(f"The question is malformed: {codec.faults(error)}.") from None
         stored = await self._stored(subject, question.after)

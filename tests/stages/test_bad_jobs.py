@@ -10,7 +10,7 @@ import pytest
 from memory_pipeline import MODEL, Pipeline, validated
 
 from penstock.schemas.errors import BrokerUnavailable, StreamFull
-from penstock.schemas.events import FINAL, Done, Event, Expired, Failed, Token
+from penstock.schemas.events import FINAL, Accepted, Done, Event, Expired, Failed, Token
 from penstock.schemas.jobs import InferenceBatch, Job
 from penstock.schemas.wire import codec
 from penstock.stages.validate.stage import LONG, MAX_MISADDRESSED, Validate
@@ -48,6 +48,40 @@ def test_a_deadline_that_is_none(pipeline: Pipeline) -> None:
     failed = pipeline.runner.run(answer(pipeline, {DEADLINE: "soon"}))
     assert isinstance(failed, Failed)
     assert failed.error.message == "The header Penstock-Deadline must be a time in Unix seconds."
+
+
+async def written(pipeline: Pipeline, given: Job, data: bytes) -> Event:
+    """What the client of a job hears first, who has published it without a message id."""
+    heard: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
+    broker, subjects = pipeline.pipe.broker, pipeline.pipe.subjects
+    where = subjects.events("default", given.bridge, str(given.id))
+    listening = await broker.listen(
+        where, lambda m: None if heard.done() else heard.set_result(codec.decode_event(m.data))
+    )
+    await broker.publish(subjects.jobs("normal", "default"), data, message_id="", headers={})
+    event = await heard
+    await listening.close()
+    return event
+
+
+def test_a_job_may_begin_with_a_byte_order_mark(pipeline: Pipeline) -> None:
+    """.NET's streams and PowerShell write one in front of what they send."""
+    given = job().model_copy(update={"bridge": "windows"})
+    assert isinstance(pipeline.runner.run(written(pipeline, given, b"\xef\xbb\xbf" + codec.encode(given))), Accepted)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "fault"),
+    [*((f"utf-16{order}", "UTF-8, but in UTF-16") for order in ("", "-le", "-be")), ("latin-1", "UTF-8")],
+)
+def test_the_client_of_a_job_in_another_encoding_hears_what_is_wrong(
+    pipeline: Pipeline, encoding: str, fault: str
+) -> None:
+    given = job().model_copy(update={"bridge": "windows", "body": {"model": MODEL, "prompt": "é"}})
+    failed = pipeline.runner.run(written(pipeline, given, codec.encode(given).decode().encode(encoding)))
+    assert isinstance(failed, Failed)
+    assert (failed.error.status, failed.error.code) == (400, "malformed_job")
+    assert failed.error.message == f"The job is malformed: it is not in {fault}; send it in UTF-8."
 
 
 @pytest.mark.parametrize("lane", ["normal.default.high.other", "normal.default.other"])

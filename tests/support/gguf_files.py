@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 Array = npt.NDArray[Any]
 WITH_PERMUTED_ROWS = ("llama", "granite", "smollm3")
 WITH_NORMS_FROM_ONE = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
+_SCALES_AT = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 _EXPERT = re.compile(r"(.*experts)\.\d+\.(.*)")
 
 
@@ -49,7 +50,7 @@ def write_gguf(
             writer.add_tensor(name.replace(".weight", ".input_scale"), np.full_like(whole, 7))
         else:
             quantized = gguf.GGMLQuantizationType[chosen]
-            data = gguf.quants.quantize(values, quantized)
+            data = _random_blocks(values, chosen) if chosen in _SCALES_AT else gguf.quants.quantize(values, quantized)
             writer.add_tensor(name, data, raw_dtype=quantized)
             values = gguf.quants.dequantize(data, quantized)
         original = _restore(values, kept[0], architecture, config)
@@ -61,6 +62,17 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return _by_key_heads(_whole_experts(expanded), config)
+
+
+def _random_blocks(values: Array, kind: str) -> Array:
+    """Blocks of as many numbers of a type that the package `gguf` does not write, with scales in half precision."""
+    weights, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    random = np.random.default_rng(values.size)
+    data = random.integers(0, 256, (values.size // weights, size), dtype=np.uint8)
+    for at in _SCALES_AT[kind]:
+        scales = random.uniform(1e-4, 3e-4, (len(data), 1)).astype(np.float16)
+        data[:, at : at + 2] = scales.view(np.uint8)
+    return data.reshape(*values.shape[:-1], -1)
 
 
 def nvfp4(values: Array) -> tuple[Array, Array, Array]:

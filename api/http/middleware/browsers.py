@@ -12,9 +12,11 @@ names: it needs API keys, which no foreign page has.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ....schemas.errors import Forbidden, NotJson, Refusal
@@ -72,9 +74,7 @@ class Browsers:
         port = _DEFAULT_PORTS.get(scheme, ":")
         # A proxy in front may speak TLS, so the schemes may differ.
         if not address or address.removesuffix(port) not in (host.lower().removesuffix(port) for host in hosts):
-            # Browsers send `null` for pages without an address: local files and sandboxed pages.
-            page = "A web page without an address" if origin == "null" else f"The web page {origin!r:.200}"
-            raise _foreign(page, "*" if origin == "null" else origin[:200])
+            raise _foreign_origin(origin)
 
     def _is_ours(self, host: str) -> bool:
         name = _host(host)
@@ -85,6 +85,29 @@ class Browsers:
         except ValueError:
             return False
         return True  # an attacker cannot rebind an address
+
+
+class SharedOrigins(CORSMiddleware):
+    """ASGI middleware: lets pages of `origins` (`*`: any page) send what they like and read the headers `exposed`.
+
+    It must be outside of the check of keys, as preflights have none.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str], exposed: Sequence[str]) -> None:
+        super().__init__(
+            app,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            # A page of the public web may ask a server of the visitor's machine or network, if it is one of `origins`.
+            allow_private_network=True,
+            expose_headers=exposed,
+        )
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        if self.is_allowed_origin(origin := request_headers["origin"]):
+            return super().preflight_response(request_headers)
+        return error_response(ErrorBody.of(_foreign_origin(origin)))
 
 
 def is_loopback(host: str) -> bool:
@@ -114,6 +137,12 @@ def _check_type(given: str) -> None:
         kind.startswith("application/") and kind.endswith("+json")
     ):
         raise NotJson("Send JSON from a browser with the header Content-Type: application/json.")
+
+
+def _foreign_origin(origin: str) -> Forbidden:
+    # Browsers send `null` for pages without an address: local files and sandboxed pages.
+    page = "A web page without an address" if origin == "null" else f"The web page {origin!r:.200}"
+    return _foreign(page, "*" if origin == "null" else origin[:200])
 
 
 def _foreign(page: str, origin: str) -> Forbidden:

@@ -13,9 +13,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ....schemas.rates import Bucket, Kind
 from ...bridge.rates import HeardRates
 
-NAMES = tuple(
-    f"x-ratelimit-{figure}-{kind}" for figure in ("limit", "remaining", "reset") for kind in ("requests", "tokens")
-)
+_FIGURES, _KINDS = ("limit", "remaining", "reset"), ("requests", "tokens")
+OPENAI_NAMES = tuple(f"x-ratelimit-{figure}-{kind}" for figure in _FIGURES for kind in _KINDS)
+ANTHROPIC_NAMES = tuple(f"anthropic-ratelimit-{kind}-{figure}" for kind in _KINDS for figure in _FIGURES)
 _ANTHROPIC = "/v1/messages"
 
 

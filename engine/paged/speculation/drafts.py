@@ -73,7 +73,7 @@ class Guesser:
         repeats, matcher = self._repeats, self._choice.matcher
         found = repeats.propose(count) if repeats.run else []
         kind = _NEW if repeats.run < LONG else _STEADY if repeats.run < 2 * LONG else _LONG_RUN
-        if matcher is not None and (forced := [*self._encode(matcher.forced()[:_MOST_FORCED])][:count]):
+        if matcher is not None and (forced := [*self._encode(matcher.forced(_MOST_FORCED)[:_MOST_FORCED])][:count]):
             kind = _FORCED
             if found[: len(forced)] != forced:
                 found = forced

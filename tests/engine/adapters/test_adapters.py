@@ -71,11 +71,32 @@ class TestReading:
         assert one.digest == same.digest
         assert len({one.digest, other.digest, scaled.digest}) == 3
 
+    @pytest.mark.parametrize(
+        "start", ["model.language_model.", "language_model.model.", "model.text_model.", "model.", ""]
+    )
+    @pytest.mark.parametrize("own", ["model.", "model.language_model.", "model.text_model."])
+    def test_a_language_model_goes_by_several_names(self, start: str, own: str, tmp_path: Path) -> None:
+        """By the class it was trained in: that of a model that sees, of one of text, or a bare one."""
+        theirs = {module.replace("model.", start, 1): size for module, size in SIZES.items()}
+        targets = Targets({module.replace("model.", own, 1): TARGETS.linear[module] for module in SIZES}, frozenset())
+        tensors = matrices(theirs)
+        directory = write_adapter(tmp_path, tensors, config(rank_pattern={f"{start}layers.0.mlp.down_proj": 4}))
+        files = read_adapter("mine", directory, targets)
+        assert files.pairs.keys() == targets.linear.keys()
+        for module in SIZES:
+            name = f"base_model.model.{module.replace('model.', start, 1)}.lora_A.weight"
+            assert torch.equal(files.pairs[module.replace("model.", own, 1)].a, tensors[name])
+        assert files.digest == check_adapter(directory)
+
     def test_initializations_that_leave_the_base_alone(self, tmp_path: Path) -> None:
         assert read(make_adapter(tmp_path, SIZES, init_lora_weights="gaussian")).pairs
 
 
 class TestRefusals:
+    def test_two_names_of_one_module(self, tmp_path: Path) -> None:
+        both = {FIRST: SIZES[FIRST], FIRST.replace("model.", "model.language_model."): SIZES[FIRST]}
+        assert f"changes {FIRST} twice, under two names; save it again" in fault(make_adapter(tmp_path, both))
+
     @pytest.mark.parametrize(
         ("settings", "words"),
         [

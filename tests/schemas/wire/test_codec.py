@@ -343,10 +343,15 @@ def test_job_of_a_client_needs_no_header() -> None:
     assert codec.decode_model(Job, b'{"body": {"a": 1}}', None) == Job(body={"a": 1})
 
 
+def test_half_a_character_in_a_job_is_read_as_over_http() -> None:
+    cut = b'{"body": {"a": "\\ud83d", "b": "\\ud83d\\ude00"}}'  # as JavaScript writes a text that was cut in an emoji
+    assert codec.decode_model(Job, cut, None) == Job(body={"a": "\ufffd", "b": "\U0001f600"})
+
+
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize(
     "data",
-    [b"", b"null", b"[]", b"1", b'"secret"', b"{", b'{"secret": ', b"\xff", b'{"body": {"a": "\\ud800"}}', b"[1]"],
+    [b"", b"null", b"[]", b"1", b'"secret"', b"{", b'{"secret": ', b"\xff", b'{"body": {"a": \\ud800}}', b"[1]"],
 )
 def test_what_is_no_message_at_all_is_refused(name: str, data: bytes) -> None:
     with pytest.raises(DecodeError) as raised:

@@ -116,6 +116,12 @@ async def test_a_question_that_cannot_be_answered_says_why(pipeline: Pipeline, d
     assert error["status"] == 400 and "letters" in error["message"]
 
 
+async def test_a_question_may_begin_with_a_byte_order_mark(pipeline: Pipeline) -> None:
+    assert await ask(pipeline, "r1", b'\xef\xbb\xbf{"after": 0}') == await ask(pipeline, "r1", b'{"after": 0}')
+    error = (await ask(pipeline, "r1", '{"after": 0}'.encode("utf-16")))["error"]
+    assert error["message"] == "The question is malformed: it is not in UTF-8, but in UTF-16; send it in UTF-8."
+
+
 async def test_one_tenant_cannot_take_all_the_room(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replays, "MOST_OF_TENANT", 2)
     waiting = [asyncio.create_task(ask(pipeline, f"r{number}", wait=60)) for number in range(2)]

@@ -198,7 +198,22 @@ def test_what_is_forced_ends_before_a_character_that_is_not(model_directory: Mak
     compiler = GrammarCompiler(Tokenizer(model_directory("llama")))
     for pattern, forced in (("a(é|è)", "a"), ("aéb", "aéb"), ("(😀|😁)x", ""), ("a|b", "")):
         matcher = compiler.matcher(GenerationParams(grammar=Grammar(kind="regex", text=pattern)))
-        assert matcher is not None and matcher.forced() == forced
+        assert matcher is not None and matcher.forced(256) == forced
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar(kind="ebnf", text='root ::= "a" root'),
+        Grammar(kind="ebnf", text='root ::= "a"{100000000000}'),
+        Grammar(kind="regex", text="a{100000000000}"),
+    ],
+)
+def test_an_answer_that_must_go_on_for_ever_is_not_written_out(model_directory: MakeModel, grammar: Grammar) -> None:
+    """Its text would fill the memory, for a request of a few bytes."""
+    matcher = GrammarCompiler(Tokenizer(model_directory("llama"))).matcher(GenerationParams(grammar=grammar))
+    assert matcher is not None
+    assert matcher.forced(8) in {"a" * number for number in range(8, 64)}
 
 
 @pytest.mark.parametrize(
