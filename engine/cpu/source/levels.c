@@ -35,10 +35,11 @@ INLINE __m512 load_scales(const Product *p, Scales s, int64_t own, int is_zero, 
     return s.type == F16 ? load_halves(s.at, i) : load(s.at, i, 0xffff, s.type == BF16);
 }
 
-/* The same from BYTES. */
-INLINE __m512 load_bytes(const Product *p, int64_t own, int is_zero, int64_t j, int parts) {
-    const uint8_t *from = bytes_at(p, own, is_zero, parts);
-    return _mm512_mul_ps(load_halves(from, j), load_numbers(from, own % (WIDE_GROUPS * parts), j));
+/* The same for a tile of so many rows: a single one takes BYTES as they are. */
+INLINE __m512 tile_scales(const Product *p, Scales s, int64_t own, int is_zero, int64_t j, int rows, int kind) {
+    if (rows > 1 || s.type != BYTES) return load_scales(p, s, own, is_zero, j);
+    const uint8_t *from = bytes_at(p, own, is_zero, num_parts(kind));
+    return _mm512_mul_ps(load_halves(from, j), load_numbers(from, own % (WIDE_GROUPS * num_parts(kind)), j));
 }
 
 /* Those of up to CHUNK_GROUPS groups of a block from `group` on, for tiles that follow: what BYTES has becomes F32 in
@@ -161,7 +162,6 @@ INLINE void level_tile(const Product *p, int64_t block, int64_t from, int64_t en
     const int wide = WIDE(rows);
     const int64_t G = groups(p), bytes = group_bytes(kind);
     const __m512i table = spread_table(p, kind);
-    const int takes_bytes = rows == 1 && factors.type == BYTES;
     __m512 alone[4];
     if (rows == 1)
 #pragma GCC unroll 4
@@ -202,11 +202,8 @@ INLINE void level_tile(const Product *p, int64_t block, int64_t from, int64_t en
 #pragma GCC unroll 4
                 for (int j = 0; j < wide; j++) {
                     const int64_t output = 16 * (first + j);
-                    scales[j] = takes_bytes ? load_bytes(p, own, 0, output, num_parts(kind))
-                                            : load_scales(p, factors, own, 0, output);
-                    zeros[j] = !p->has_zeros ? _mm512_setzero_ps()
-                               : takes_bytes ? load_bytes(p, own, 1, output, num_parts(kind))
-                                             : load_scales(p, factors, own, 1, output);
+                    scales[j] = tile_scales(p, factors, own, 0, output, rows, kind);
+                    zeros[j] = p->has_zeros ? tile_scales(p, factors, own, 1, output, rows, kind) : _mm512_setzero_ps();
                 }
 #pragma GCC unroll 6
                 for (int r = 0; r < rows; r++) {
