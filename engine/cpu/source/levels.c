@@ -24,10 +24,22 @@ INLINE __m512 load_halves(const void *from, int64_t i) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((const uint16_t *)from + i)));
 }
 
+/* 16 whole numbers of BYTES, the nth of the block of 256 inputs at `from`, from the output j on. */
+INLINE __m512 load_numbers(const uint8_t *from, int64_t n, int64_t j) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from + (2 + n) * BLOCK + j))));
+}
+
 /* 16 scales, or zeros, of a group or its part, from the output j on. */
 INLINE __m512 load_scales(const Product *p, Scales s, int64_t own, int is_zero, int64_t j) {
     const int64_t i = ((own - s.first) * num_factors(p) + is_zero) * BLOCK + j;
     return s.type == F16 ? load_halves(s.at, i) : load(s.at, i, 0xffff, s.type == BF16);
+}
+
+/* The same for a tile of so many rows: a single one takes BYTES as they are. */
+INLINE __m512 tile_scales(const Product *p, Scales s, int64_t own, int is_zero, int64_t j, int rows, int kind) {
+    if (rows > 1 || s.type != BYTES) return load_scales(p, s, own, is_zero, j);
+    const uint8_t *from = bytes_at(p, own, is_zero, num_parts(kind));
+    return _mm512_mul_ps(load_halves(from, j), load_numbers(from, own % (WIDE_GROUPS * num_parts(kind)), j));
 }
 
 /* Those of up to CHUNK_GROUPS groups of a block from `group` on, for tiles that follow: what BYTES has becomes F32 in
@@ -44,11 +56,8 @@ INLINE Scales load_chunk(const Product *p, int64_t group, int64_t count, float *
             for (int64_t j = 0; j < BLOCK; j += 16) {
                 const __m512 whole = load_halves(from, j);
                 float *to = room + ((own - first) * factors + i) * BLOCK + j;
-                for (int n = 0; n < size; n++, to += factors * BLOCK) {
-                    const __m128i *bytes = (const __m128i *)(from + (2 + n) * BLOCK + j);
-                    const __m512 number = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes)));
-                    _mm512_storeu_ps(to, _mm512_mul_ps(whole, number));
-                }
+                for (int n = 0; n < size; n++, to += factors * BLOCK)
+                    _mm512_storeu_ps(to, _mm512_mul_ps(whole, load_numbers(from, n, j)));
             }
         }
     return (Scales){room, F32, first};
@@ -145,13 +154,18 @@ INLINE __m512i offset_of(const Product *p, const Inputs *x, int64_t at, int part
 }
 
 /* Multiply `rows` rows from `row` on by the groups `from` to `end` of one block, which are at `weight`; store the sums
-   [rows, 64] if `from` is 0, else add them. Each group also prefetches `share` bytes, starting at `next`. */
+   [rows, 64] if `from` is 0, else add them. Each group also prefetches `share` bytes, starting at `next`. The sums of a
+   single row stay in registers, and it takes BYTES as they are: nothing reads its scales again. */
 INLINE void level_tile(const Product *p, int64_t block, int64_t from, int64_t end, const uint8_t *weight,
                        const char *next, int64_t share, Scales factors, const Inputs *x, int64_t row,
                        float (*to)[BLOCK], int rows, int kind) {
     const int wide = WIDE(rows);
     const int64_t G = groups(p), bytes = group_bytes(kind);
     const __m512i table = spread_table(p, kind);
+    __m512 alone[4];
+    if (rows == 1)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) alone[j] = from ? _mm512_loadu_ps(to[0] + 16 * j) : _mm512_setzero_ps();
     for (int64_t g = from; g < end; g++, next += share) {
         for (int64_t line = 0; line < share; line += 64) _mm_prefetch(next + line, _MM_HINT_T1);
 #pragma GCC unroll 2
@@ -188,8 +202,8 @@ INLINE void level_tile(const Product *p, int64_t block, int64_t from, int64_t en
 #pragma GCC unroll 4
                 for (int j = 0; j < wide; j++) {
                     const int64_t output = 16 * (first + j);
-                    scales[j] = load_scales(p, factors, own, 0, output);
-                    zeros[j] = p->has_zeros ? load_scales(p, factors, own, 1, output) : _mm512_setzero_ps();
+                    scales[j] = tile_scales(p, factors, own, 0, output, rows, kind);
+                    zeros[j] = p->has_zeros ? tile_scales(p, factors, own, 1, output, rows, kind) : _mm512_setzero_ps();
                 }
 #pragma GCC unroll 6
                 for (int r = 0; r < rows; r++) {
@@ -200,17 +214,21 @@ INLINE void level_tile(const Product *p, int64_t block, int64_t from, int64_t en
                         if (SHORT_SUMS(kind))
                             sums[r][j] = _mm512_add_epi32(WHOLE(sums[r][j]), offset_of(p, x, at, part, kind));
                         float *all = to[r] + 16 * (first + j);
-                        __m512 sum = g || part ? _mm512_loadu_ps(all) : _mm512_setzero_ps();
+                        __m512 sum = rows == 1 ? alone[j] : g || part ? _mm512_loadu_ps(all) : _mm512_setzero_ps();
                         __m512 scaled = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[r][j]), scales[j]);
                         sum = _mm512_fmadd_ps(scaled, _mm512_set1_ps(x->scales[at]), sum);
                         if (p->has_zeros) sum = _mm512_fmadd_ps(zeros[j], _mm512_set1_ps(total), sum);
-                        _mm512_storeu_ps(all, sum);
+                        if (rows == 1) alone[j] = sum;
+                        else _mm512_storeu_ps(all, sum);
                     }
                 }
             }
             weight += bytes / num_parts(kind);
         }
     }
+    if (rows == 1)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) _mm512_storeu_ps(to[0] + 16 * j, alone[j]);
 }
 
 /* Multiply any number of rows from `first` on by one chunk, in tiles of similar height; see TILES in products.h. They
@@ -257,7 +275,8 @@ INLINE void unpack_six(const uint8_t *from, int64_t count, uint8_t *to) {
 }
 
 /* Multiply any number of rows from `first` on, chunk by chunk. Where scales are read in runs, the processor does not
-   predict what a single tile of several rows reads, either. */
+   predict what a single tile of several rows reads, either. A single row reads them group by group, so that it does:
+   runs between the weights would halve the speed at which these come. */
 #define LEVEL_ROWS(name, chunk, kind)                                                                                 \
     static __attribute__((noinline)) void name(const Product *p, int64_t block, const Inputs *x, int64_t first,       \
                                                int64_t rows, float (*to)[BLOCK]) {                                    \
@@ -267,7 +286,8 @@ INLINE void unpack_six(const uint8_t *from, int64_t count, uint8_t *to) {
         uint8_t unpacked[kind == SIX ? CHUNK_GROUPS * GROUP * BLOCK : 1] __attribute__((aligned(64)));                \
         for (int64_t a = 0, b; a < G; a = b) {                                                                        \
             b = a + CHUNK_GROUPS < G ? a + CHUNK_GROUPS : G;                                                          \
-            const Scales scales = load_chunk(p, block * G + a, b - a, room, kind);                                    \
+            const Scales scales = rows == 1 ? (Scales){p->scales, p->scale_type, 0}                                   \
+                                            : load_chunk(p, block * G + a, b - a, room, kind);                        \
             const uint8_t *weight = (const uint8_t *)p->weight + (block * G + a) * bytes;                             \
             const char *behind = (const char *)weight + (b - a) * bytes;                                              \
             if (kind == SIX && unpacks_six(rows)) {                                                                   \
