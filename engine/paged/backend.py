@@ -277,10 +277,7 @@ class PagedBackend:
         indices = {row: index for index, row in enumerate(before.rows)} if before else {}
         segments = [to_segment(one, indices.get(one.row)) for one in scheduled]
         chosen = before.chosen.tokens if before and before.rows else None
-        computed = self.runner.forward(segments, chosen)
-        if any(segment.scores for segment in segments):
-            computed = split_scores(scheduled, computed)
-        logits, sampled, best = computed
+        logits, sampled, best = split_scores(scheduled, self.runner.forward(segments, chosen))
         rows = [scheduled[index].row for index in sampled]
         return _Unread(rows, choose(logits, [row.choice for row in rows], self._kernels, best))
 

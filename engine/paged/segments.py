@@ -25,6 +25,8 @@ def to_segment(scheduled: Scheduled, pending: int | None) -> Segment:
 
 def split_scores(scheduled: Sequence[Scheduled], computed: Computed) -> Computed:
     """Score prompts with their logits; returns the others, from which to choose tokens."""
+    if all(one.row.choice.is_scored for one in scheduled):
+        return computed
     kept: list[int] = []
     logits, sampled, best = computed
     for index, rows in groupby(range(len(sampled)), key=sampled.__getitem__):

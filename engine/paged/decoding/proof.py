@@ -20,6 +20,7 @@ from ...cpu.library import BLOCK, PLAIN, Kernels, Product
 from ..attention import MatmulAttention, Rules
 from ..kv.kv_cache import LayerSpec
 from ..packing import LayerGroup, PackedStep, Segment, pack
+from ..probes import BLOCKS
 from ..state.probes import moved, slots_of
 from .compiled_decoder import CompiledDecoder
 from .decoder import Decoder, advance
@@ -32,6 +33,7 @@ _LAYER = {torch.float32: 1e-4, torch.bfloat16: 0.03}  # the bound for one layer'
 _MODEL = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # the least bound for the whole model's, or
 _CLOSE = 0.05  # the distance of routes that rounding may exchange, in standard deviations of a row's
 _STEEP = 0.5  # the same where rounding may exchange experts, or inputs become levels; a wrong model is 1 off or more
+_TOGETHER = 33  # tokens of a piece, more than twice as many as keys are read together
 _FACTOR = 3  # times torch's own distance from float32: which of two roundings is nearer is chance
 
 
@@ -66,7 +68,19 @@ def fault(
     for part, far, bound in differences(decoder, candidate, setting, probes, step, attend):
         if not far <= bound:
             return f"the compiled decoder is {far:.3g} from float32 in {part}, more than {bound:.3g}"
+    if not (candidate.remembering or attends_together(candidate, decoder, setting)):
+        return "the compiled decoder computes tokens together otherwise than each by itself"
     return ""
+
+
+@torch.inference_mode()
+def attends_together(candidate: CompiledDecoder, decoder: Decoder, setting: Setting) -> bool:
+    """Whether a piece, whose queries share the keys before them, has the bits of its tokens alone."""
+    ids = [(index + 1) * 7919 % len(decoder.embedding) for index in range(_TOGETHER)]
+    tables = [list(range(2, BLOCKS))] * len(setting.groups)  # of the probes that are done
+    whole = candidate([Segment(ids, 0, tables, True)]).logits.clone()
+    apart = [Segment([id], index, tables, index == len(ids) - 1) for index, id in enumerate(ids)]
+    return torch.equal(whole, candidate(apart).logits)
 
 
 @torch.inference_mode()

@@ -457,8 +457,8 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(
     expected = of_segments(runner.forward([Segment(ids, 0, [whole], True, scores=True)])).clone()
     left = [pool.memory.clone() for pool in runner.pools(0)]
     found, start = [], 0
-    for count in [*cuts, length - 20 - sum(cuts)]:
-        end = min(start + min(count, MOST_ROWS - beside), length)
+    for count in [*cuts, length]:
+        end = min(start + min(count, MOST_ROWS - beside), length - 20)
         if start < end:
             step = [*own, Segment(ids[start:end], start, [cut], True, scores=True)]
             logits, sampled, _ = runner.forward(step)

@@ -124,6 +124,7 @@ async def test_a_page_reads_when_to_come_back_and_what_is_left(path: str, status
     asking = asyncio.create_task(ask(script.app, "POST", path, body, SENT | JSON))
     full = ErrorBody.of(Overloaded("The queue is full.", code="queue_full", retry_after=3.0))
     job = await script.job()
+    assert job.id is not None
     await script.tell([Failed(job.id, full)], job)
     response = await asking
     assert (response.status, response.headers["retry-after"]) == (status, "3")

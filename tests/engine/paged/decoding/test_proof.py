@@ -607,18 +607,27 @@ def test_what_is_wrong_in_the_choice_of_experts_by_sigmoids_is_refused_and_named
 
 
 @compiled
-def test_a_wrong_kernel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last key of each query is forgotten."""
+@pytest.mark.parametrize(
+    "right, wrong, reason",
+    [
+        ("behind ? tokens[first + r].position + 1 : from", "behind ? tokens[first + r].position : from", "layer 0"),
+        ("shares[q] = _mm512_mul_ps(shares[q], _mm512_set1_ps(l->scaling));", "", "computes tokens together"),
+    ],
+    ids=["the last key of each query is forgotten", "tokens that attend together do not scale"],
+)
+def test_a_wrong_kernel_is_refused(
+    right: str, wrong: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sources = []
     for source in variants.SOURCES:
-        text = source.read_text().replace("length = tokens[row].position + 1;", "length = tokens[row].position;")
         sources.append(tmp_path / source.name)
-        sources[-1].write_text(text)
+        sources[-1].write_text(source.read_text().replace(right, wrong))
+    assert sum(right in source.read_text() for source in variants.SOURCES) == 1
     monkeypatch.setattr(variants, "SOURCES", tuple(sources))
     quick = tuple("-O1" if option == "-O3" else option for option in variants.OPTIONS)
     monkeypatch.setattr("penstock.engine.cpu.compiling.OPTIONS", quick)
     made = run(make_model(), load_kernels(cache=tmp_path))
-    assert made._compiled is None and "from float32 in layer 0" in made.uncompiled
+    assert made._compiled is None and reason in made.uncompiled
 
 
 @pytest.mark.parametrize("tied", [False, True])
