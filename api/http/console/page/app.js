@@ -131,6 +131,7 @@ function pressed(event) {
   if (panel) location.hash = `#/${panel.path}`;
   else if (event.key === "p") pause();
   else if (event.key === "/") {
+    draw(); // the panel that the last key has chosen may be about to be drawn
     const search = document.querySelector("input[type=search]");
     if (search) {
       event.preventDefault();
