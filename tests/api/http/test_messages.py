@@ -249,11 +249,14 @@ async def test_what_waits_is_kept_alive_with_comments() -> None:
     assert b"queued" not in sent and sent.endswith(b"\n\n: ping\n\n")
 
 
-async def test_a_page_of_a_foreign_origin_is_refused_in_cors_own_words() -> None:
+async def test_a_page_of_a_foreign_origin_is_refused_in_anthropics_form() -> None:
     script = await Script.start(cors_origins=("https://here.example",))
     headers = {"Origin": "https://elsewhere.example", "Access-Control-Request-Method": "POST"}
     response = await ask(script.app, "OPTIONS", PATH, None, headers)
-    assert (response.status, response.body) == (400, b"Disallowed CORS origin")
+    assert response.status == 403
+    body = orjson.loads(response.body)
+    assert (body["type"], body["error"]["type"]) == ("error", "permission_error")
+    assert "--cors-origins https://elsewhere.example" in body["error"]["message"]
 
 
 def chat(**change: Any) -> dict[str, Any]:
