@@ -23,13 +23,14 @@ class Shown(NamedTuple):
 
 def show(segments: Sequence[Segment], vision: Vision | None, dtype: torch.dtype) -> Shown | None:
     """What the tokens of `segments`, in this order, show, rounded to `dtype`; None without an image."""
+    if vision is None or not any(segment.images for segment in segments):
+        return None
     placed, count = [], 0
     for segment in segments:
         placed += [one._replace(rows=one.rows + count) for one in segment.images]
         count += len(segment.tokens)
-    seen = None if vision is None else vision.see(placed, torch.device("cpu"))
-    if seen is None:
-        return None
+    seen = vision.see(placed, torch.device("cpu"))
+    assert seen is not None
     of = [-1] * count
     for number, row in enumerate(seen.rows.tolist()):
         of[row] = number
