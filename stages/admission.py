@@ -34,23 +34,27 @@ class Hysteresis:
 
 
 class Drain:
-    """Requests a second that leave a lane, from counts of those that have left; 0 until some did."""
+    """Requests a second that leave a lane, from counts of those that have left; 0 until some did while others waited.
+
+    From a lane in which nothing waits they leave as fast as they come: that says how fast it is at least, and no more.
+    """
 
     def __init__(self) -> None:
         self.rate = 0.0
         self._seen: tuple[float, int] | None = None  # when, and how many had left
+        self._waited = False  # whether some did at the last count
 
     def update(self, now: float, left: int, depth: int) -> float:
-        """`left` have gone since the beginning, `depth` wait; an empty lane tells nothing about its speed."""
+        """`left` have gone since the beginning, `depth` wait."""
         before, gone = self._seen or (now, left)
         elapsed = now - before
         if self._seen is not None and elapsed < _SHORTEST:
             return self.rate
-        if elapsed > 0 and (depth > 0 or left > gone):
-            rate = (left - gone) / elapsed
+        rate = (left - gone) / elapsed if elapsed > 0 else 0.0
+        if elapsed > 0 and (self._waited or rate > self.rate > 0):
             weight = 1 - 0.5 ** (elapsed / _HALF_LIFE) if self.rate else 1.0
             self.rate += weight * (rate - self.rate)
-        self._seen = now, left
+        self._seen, self._waited = (now, left), depth > 0
         return self.rate
 
     def resume(self, now: float) -> None:
@@ -96,7 +100,7 @@ class AdmissionControl:
         crowding: dict[Priority, list[str]] = {}
         for priority in PRIORITIES:
             rate = self._drains[priority].update(now, left[priority], depth[priority])
-            most = min(self._limit, max(_LEAST_DEPTH, rate * self._horizon)) if rate else self._limit
+            most = min(self._limit, max(_LEAST_DEPTH / self._high, rate * self._horizon)) if rate else self._limit
             accepting[priority] = self._gates[priority].update(depth[priority], self._low * most, self._high * most)
             self.full[priority] = self._high * most if accepting[priority] else inf
             waiting = self._waiting[priority] = tenants.get(priority, {})

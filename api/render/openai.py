@@ -76,7 +76,8 @@ class Renderer:
         self._extras = extras or Extras()
         self._accepted: Accepted | None = None  # set by begin
         self._told = 0  # tokens of all choices; set by chunks
-        self._begun: set[int] = set()  # choices of which something was sent; set by chunks
+        self._begun: set[int] = set()  # choices of which a token was sent; set by chunks
+        self._opened: set[int] = set()  # choices whose role was sent; set by chunks
         self._offsets: dict[int, int] = {}  # choice → characters rendered, for completion logprobs
         kind = "text_completion" if self._kind == "text" else "chat.completion" + (".chunk" if streaming else "")
         self._head = {"id": request, "object": kind, "created": created, "model": model}
@@ -101,6 +102,8 @@ class Renderer:
         if not (is_news or self._extras.token_ids):
             return
         first = token.choice not in self._begun
+        if first and self._kind == "chat":
+            yield from self._open_before(token.choice)
         choice: dict[str, Any] = {"index": token.choice}
         if self._kind == "chat":
             choice["delta"] = self._delta(token)
@@ -111,6 +114,13 @@ class Renderer:
         choice["finish_reason"] = reason
         head = self._add_extras(choice, [token], token.finish_reason, first=first)
         yield self._message([choice], self._usage_so_far(), head)
+
+    def _open_before(self, choice: int) -> Iterator[bytes]:
+        """Choices open in the order of their numbers: OpenAI's client keeps them in the order in which they came."""
+        for earlier in sorted(set(range(choice)) - self._opened):
+            self._opened.add(earlier)
+            opening = {"index": earlier, "delta": {"role": "assistant"}, "logprobs": None, "finish_reason": None}
+            yield self._message([opening], self._usage_so_far(), {})
 
     def end(self, done: Done) -> Iterator[bytes]:
         if self._extras.usage or done.fallback:
@@ -165,8 +175,10 @@ class Renderer:
 
     def _delta(self, token: Token) -> dict[str, Any]:
         delta: dict[str, Any] = {}
-        if token.choice not in self._begun:
+        if token.choice not in self._opened:
+            self._opened.add(token.choice)
             delta["role"] = "assistant"
+        if token.choice not in self._begun:
             delta["content"] = None if token.reasoning or token.tool_calls else ""
         if token.text:
             delta["content"] = token.text
@@ -226,7 +238,6 @@ class Embeddings(Renderer):
         return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
 
     def _vector(self, text: str) -> Any:
-        # As float32, which needs fewer digits than the same number as a float.
         if self._encoded:
             return text
         import numpy as np  # which other answers do not need

@@ -62,7 +62,29 @@ def test_an_empty_lane_says_nothing_about_its_speed() -> None:
     drain.update(0.0, left=0, depth=10)
     assert drain.update(1.0, left=10, depth=0) == pytest.approx(10.0)
     assert drain.update(100.0, left=10, depth=0) == pytest.approx(10.0)
-    assert drain.update(105.0, left=10, depth=1) == pytest.approx(5.0)  # one that waits in vain does
+    assert drain.update(105.0, left=10, depth=1) == pytest.approx(10.0)
+    assert drain.update(110.0, left=10, depth=1) == pytest.approx(5.0)  # one that waits in vain does
+
+
+def test_a_lane_in_which_nothing_waited_says_how_fast_it_is_at_least() -> None:
+    drain = Drain()
+    drain.update(0.0, left=0, depth=0)
+    assert drain.update(1.0, left=1, depth=0) == 0  # one came, and went at once
+    assert drain.update(2.0, left=2, depth=10) == 0
+    assert drain.update(3.0, left=12, depth=0) == pytest.approx(10.0)
+    assert drain.update(60.0, left=13, depth=0) == pytest.approx(10.0)
+    assert drain.update(61.0, left=113, depth=0) > 10.0
+
+
+def test_a_burst_after_single_requests_is_accepted() -> None:
+    control = AdmissionControl(limit=10_000, low=0.8, high=0.9, horizon=30.0)
+    for second in range(10):
+        look(control, float(second), waiting=0, left=second)
+    assert look(control, 10.0, waiting=500, left=10).accepting["normal"]
+    slow = AdmissionControl(limit=10_000, low=0.8, high=0.9, horizon=30.0)
+    look(slow, 0.0, waiting=63, left=0)
+    assert look(slow, 1.0, waiting=63, left=1).accepting["normal"]  # so few may always wait
+    assert not look(slow, 2.0, waiting=64, left=2).accepting["normal"]
 
 
 def test_a_moment_says_nothing_about_the_rate() -> None:

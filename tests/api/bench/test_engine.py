@@ -82,7 +82,7 @@ def test_shares_of_the_limits_are_measured(tiny_model: Path, tmp_path: Path, mon
             assert one["tokens_per_second"] == pytest.approx(one["tokens"] / one["seconds"])
             assert one["flops_per_second"] == pytest.approx(one["flops"] * one["passes"] / one["seconds"])
             assert one["flops_share"] == pytest.approx(one["flops_per_second"] / one["flops_limit"])
-            assert all(0 < one[key] < 10 for key in one if key.endswith("_share"))
+            assert all(one[key] > 0 for key in one if key.endswith("_share"))
             assert ("read_bytes" in one) == name.startswith("decode")
 
 

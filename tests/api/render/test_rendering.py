@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.shared import ErrorObject
@@ -96,6 +98,27 @@ def test_chunks_add_up_to_the_whole(answer: tuple[list[Token], Done], include_us
     usages = [chunk.usage for chunk in chunks if chunk.usage is not None]
     assert len(usages) == int(include_usage)
     assert not include_usage or (chunks[-1].usage == usages[0] and chunks[-1].choices == [])
+
+
+@EXAMPLES
+@given(answers(), st.randoms(use_true_random=False))
+def test_the_client_puts_choices_together_in_any_order(answer: tuple[list[Token], Done], order: Random) -> None:
+    """OpenAI's own client looks a choice up by the place at which it first saw it."""
+    tokens, done = answer
+    choices = [token.choice for token in tokens]
+    order.shuffle(choices)
+    said = {choice: iter([token for token in tokens if token.choice == choice]) for choice in set(choices)}
+    renderer = Renderer("/v1/chat/completions", "id-1", "m", 1, streaming=True)
+    state = ChatCompletionStreamState()
+    for choice in choices:
+        for message in renderer.chunks(next(said[choice])):
+            chunk = ChatCompletionChunk.model_validate(orjson.loads(message.removeprefix(b"data: ")), strict=True)
+            list(state.handle_chunk(chunk))
+    for index, choice in enumerate(state.current_completion_snapshot.choices):
+        assert choice.index == index
+        assert choice.message.content == "".join(token.text for token in tokens if token.choice == index)
+        assert choice.message.role == "assistant"
+    assert len(state.current_completion_snapshot.choices) == len(done.finish_reasons)
 
 
 def test_an_answer_that_is_a_call_has_no_text() -> None:
