@@ -29,12 +29,12 @@ from ..plain.model import PlainModel
 from ..sampler import best_tokens
 from ..vision.tower import LanguageModel, Probe, Seen, Vision
 from .attention import Rules, choose_attention, widened, with_rules
-from .decoding.compiled_decoder import RANK_UNIT, CompiledDecoder
+from .compiled.compiled_decoder import RANK_UNIT, CompiledDecoder
+from .compiled.proof import Setting, distance, fault
 from .decoding.decoder import Decoder
 from .decoding.experts import take_experts
 from .decoding.linear import Adaptable, Linear, MakeLinear, Views, release, replace_linears
 from .decoding.precision import in_float32
-from .decoding.proof import Setting, distance, fault
 from .decoding.turning import Orders, turned
 from .kv.kv_cache import LayerSpec, Pool
 from .layers import observe

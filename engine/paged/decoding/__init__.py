@@ -1,1 +1,1 @@
-"""A step without the model's own modules: the plain decoder, its compiled twin, and the proof that both are right."""
+"""A step without the model's own modules: a plain decoder of few operations, and what its layers are made of."""

@@ -114,10 +114,10 @@ def test_the_client_puts_choices_together_in_any_order(answer: tuple[list[Token]
         for message in renderer.chunks(next(said[choice])):
             chunk = ChatCompletionChunk.model_validate(orjson.loads(message.removeprefix(b"data: ")), strict=True)
             list(state.handle_chunk(chunk))
-    for index, choice in enumerate(state.current_completion_snapshot.choices):
-        assert choice.index == index
-        assert choice.message.content == "".join(token.text for token in tokens if token.choice == index)
-        assert choice.message.role == "assistant"
+    for index, answered in enumerate(state.current_completion_snapshot.choices):
+        assert answered.index == index
+        assert answered.message.content == "".join(token.text for token in tokens if token.choice == index)
+        assert answered.message.role == "assistant"
     assert len(state.current_completion_snapshot.choices) == len(done.finish_reasons)
 
 

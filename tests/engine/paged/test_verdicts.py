@@ -15,8 +15,8 @@ from pydantic import ByteSize
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
 from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
 from penstock.engine.paged import runner, verdicts
+from penstock.engine.paged.compiled.proof import fault
 from penstock.engine.paged.decoding.decoder import Decoder
-from penstock.engine.paged.decoding.proof import fault
 from penstock.engine.paged.verdicts import Verdict, Verdicts
 
 pytestmark = pytest.mark.skipif(not {*cpu_flags().split()} >= KERNEL_FLAGS, reason="the kernels need AVX2")

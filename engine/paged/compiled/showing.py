@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...vision.tower import Vision
+from ..decoding.decoder import Rotations
 from ..packing import Ints, Segment
-from .decoder import Rotations
 
 
 class Shown(NamedTuple):

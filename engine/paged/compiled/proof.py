@@ -18,15 +18,15 @@ from torch import Tensor
 from ...cpu.layouts import numbers, rounded_inputs
 from ...cpu.library import BLOCK, PLAIN, Kernels, Product
 from ..attention import MatmulAttention, Rules
+from ..decoding.decoder import Decoder, advance
+from ..decoding.heads import Attention
+from ..decoding.linear import Unfused, known_products
+from ..decoding.mixtures import Routed
 from ..kv.kv_cache import LayerSpec
 from ..packing import LayerGroup, PackedStep, Segment, pack
 from ..probes import BLOCKS
 from ..state.probes import moved, slots_of
 from .compiled_decoder import CompiledDecoder
-from .decoder import Decoder, advance
-from .heads import Attention
-from .linear import Unfused, known_products
-from .mixtures import Routed
 
 _NUMBERS = 1 << 20  # of a weight that are converted to float32 at a time, so that they stay in the cache
 _LAYER = {torch.float32: 1e-4, torch.bfloat16: 0.03}  # the bound for one layer's rounding; typical is up to 0.007

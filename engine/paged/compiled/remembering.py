@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from ...cpu.states import Convolution, Delta, Mamba
+from ..decoding.layer import Layer
+from ..decoding.linear import known_product
 from ..state.layer import SPARE, StateLayer
 from ..state.slots import NO_STATE, StateUse
-from .layer import Layer
-from .linear import known_product
 
 
 class Remembering:

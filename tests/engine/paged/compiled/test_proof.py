@@ -40,8 +40,8 @@ from penstock.engine.cpu.library import Kernels, load_kernels
 from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
 from penstock.engine.paged import runner
 from penstock.engine.paged.attention_hook import ATTENTION
-from penstock.engine.paged.decoding import compiled_decoder
-from penstock.engine.paged.decoding.compiled_decoder import CompiledDecoder
+from penstock.engine.paged.compiled import compiled_decoder
+from penstock.engine.paged.compiled.compiled_decoder import CompiledDecoder
 from penstock.engine.paged.decoding.mixtures import Routed
 from penstock.engine.paged.decoding.precision import in_float32
 from penstock.engine.paged.quantization.quantize import ProductMaker

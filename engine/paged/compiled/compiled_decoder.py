@@ -24,17 +24,17 @@ from ...cpu.mixture import Room
 from ...cpu.rows import Table
 from ...vision.tower import Vision
 from ..attention import Rules
+from ..decoding.beside import Beside
+from ..decoding.decoder import Decoder
+from ..decoding.layer import Layer
+from ..decoding.layer_inputs import CompiledInputs, compiled_input
+from ..decoding.linear import Adaptable, known_product, known_products
+from ..decoding.mixtures import Routed, used_of
+from ..decoding.rows import table_of
 from ..kv.kv_cache import Pool
 from ..packing import Computed, LayerGroup, Segment
-from .beside import Beside
-from .decoder import Decoder
 from .fields import LayerFields, ModelFields
-from .layer import Layer
-from .layer_inputs import CompiledInputs, compiled_input
-from .linear import Adaptable, known_product, known_products
-from .mixtures import Routed, used_of
 from .remembering import Remembering, slots_of
-from .rows import table_of
 from .showing import Shown, last_position, show, turn
 
 _MOST_KEYS = 1024
