@@ -1,20 +1,21 @@
 """How far a client has read a stream, as the ids of its SSE messages say. Pure.
 
 An id is `<request>/<choices>`, and ends in `/u` once the usage was sent. The choices are in order, separated by commas:
-`tokens:characters` counts what was sent of each, `f` follows with its finish reason, and a choice that has not begun is
-empty. The request alone, which the header `x-request-id` names, is the beginning.
+`tokens:characters` counts what was sent of each, and `f` follows with its finish reason. A choice that has not begun is
+`o` if its role was sent, else empty. The request alone, which the header `x-request-id` names, is the beginning.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 from ...schemas.errors import InvalidRequest
 from ...schemas.events import Token, ToolCallDelta
 
-_CHOICE = r"(?:[0-9]{1,9}:[0-9]{1,9}f?)?"
+_CHOICE = r"(?:[0-9]{1,9}:[0-9]{1,9}f?|o)?"
 _is_id = re.compile(rf"([A-Za-z0-9_-]{{1,64}})(?:/({_CHOICE}(?:,{_CHOICE})*)(/u)?)?").fullmatch
 
 
@@ -36,14 +37,23 @@ class ChoiceProgress(NamedTuple):
 class Progress:
     """Separates what the client has received from what is new to it; `split` must be given all tokens in order.
 
-    `had` is what the client has received by choice; None where it does not resume.
+    `had` is what the client has received by choice; None where it does not resume. `opened` are choices of which it has
+    the role alone.
     """
 
-    def __init__(self, request: str, had: dict[int, ChoiceProgress] | None = None, *, usage_sent: bool = False) -> None:
+    def __init__(
+        self,
+        request: str,
+        had: dict[int, ChoiceProgress] | None = None,
+        *,
+        opened: Iterable[int] = (),
+        usage_sent: bool = False,
+    ) -> None:
         self.request = request
         self.resumed = had is not None
         self.usage_sent = usage_sent  # set by the caller that sends it
         self._had = had or {}
+        self.opened = {*self._had, *opened}  # choices whose role was sent; the caller that sends it adds to them
         self._seen: dict[int, ChoiceProgress] = {}
 
     @classmethod
@@ -54,12 +64,14 @@ class Progress:
             raise invalid_event_id("Last-Event-ID must be an id of an event that this server sent.")
         if found[2] is None:
             return cls(given)
-        had = {}
+        had, opened = {}, []
         for choice, text in enumerate(found[2].split(",")):
-            if text:
+            if text == "o":
+                opened.append(choice)
+            elif text:
                 tokens, _, characters = text.rstrip("f").partition(":")
                 had[choice] = ChoiceProgress(int(tokens), int(characters), text.endswith("f"))
-        return cls(found[1], had, usage_sent=found[3] is not None)
+        return cls(found[1], had, opened=opened, usage_sent=found[3] is not None)
 
     @property
     def reached(self) -> bool:
@@ -68,9 +80,9 @@ class Progress:
 
     @property
     def id(self) -> str:
-        most = max((*self._had, *self._seen), default=-1)
-        begun = self._had.keys() | self._seen
-        choices = ",".join(str(self._progress(choice)) if choice in begun else "" for choice in range(most + 1))
+        known = dict.fromkeys(self.opened, "o")
+        known |= {choice: str(self._progress(choice)) for choice in self._had.keys() | self._seen}
+        choices = ",".join(known.get(choice, "") for choice in range(max(known, default=-1) + 1))
         return f"{self.request}/{choices}{'/u' * self.usage_sent}"
 
     def split(self, token: Token) -> tuple[Token | None, Token | None]:

@@ -140,6 +140,8 @@ class Answer(EventStream):
     ) -> None:
         super().__init__(reading, keepalive=keepalive, progress=progress)
         self._renderer = renderer
+        if progress is not None:
+            renderer.opened = progress.opened
         self._streaming = streaming
         self._status = status
 
@@ -172,11 +174,12 @@ class Answer(EventStream):
         return []
 
     def _rest(self, token: Token, progress: Progress) -> Iterator[bytes]:
-        """What the client has not received of a token event, with the id that says it has."""
+        """What the client has not received of a token event, each message with the id that says it has."""
+        yield from map(self._identified, self._renderer.openings(token))
         sent, unsent = progress.split(token)
         if sent is not None:
             list(self._renderer.chunks(sent))  # brings the renderer's state up to date
-        return map(self._identified, self._renderer.chunks(unsent) if unsent is not None else ())
+        yield from map(self._identified, self._renderer.chunks(unsent) if unsent is not None else ())
 
     async def _collect(self, scope: Scope, receive: Receive, send: Send) -> None:
         tokens: list[Token] = []
