@@ -276,18 +276,21 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def apart(token: Token) -> Sequence[Token]:
-    """A token event as one for its thought, one for its text and one for each piece of a call, in the order in which a
-    client that resumes counts them.
+    """A token event as one for its thought, one for its text, one for each piece of a call and one for the end behind
+    a call, in the order in which a client that resumes counts them.
 
     OpenAI sends them in chunks of their own, and clients rely on it: AutoGen reads no calls beside text, Haystack fails
-    there, and LlamaIndex reads the first of several calls in a chunk alone.
+    there, LlamaIndex reads the first of several calls in a chunk alone, and OpenAI's own clients miss that a call is
+    done which begins in the chunk that ends the choice.
     """
-    if bool(token.reasoning) + bool(token.text) + len(token.tool_calls) < 2:
+    ends_calls = bool(token.tool_calls) and token.finish_reason is not None
+    if bool(token.reasoning) + bool(token.text) + len(token.tool_calls) + ends_calls < 2:
         return (token,)
     after = replace(token, index=token.index + len(token.token_ids), token_ids=(), logprobs=None, prompt_logprobs=None)
     blank = {"text": "", "reasoning": "", "tool_calls": ()}
     said: list[dict[str, Any]] = [{"tool_calls": (call,)} for call in token.tool_calls]
     said = [{name: text} for name in ("reasoning", "text") if (text := getattr(token, name))] + said
+    said += [{}] if ends_calls else []
     parts = [replace(after if place else token, **blank | one) for place, one in enumerate(said)]
     return [*(replace(part, finish_reason=None, stop_reason=None) for part in parts[:-1]), parts[-1]]
 

@@ -118,10 +118,11 @@ async def test_a_thought_text_and_calls_of_one_event_are_chunks_of_their_own_and
         {"tool_calls": [heads[1]]},
         {"tool_calls": [{"index": 1, "function": {"arguments": ": 2}"}}]},
         {"tool_calls": [heads[2]]},
+        {},
     ]
-    assert [choice["token_ids"] for choice in choices] == [[1, 2], [], [], [], [3], []]
-    assert [len((choice["logprobs"] or {"content": []})["content"]) for choice in choices] == [2, 0, 0, 0, 0, 0]
-    assert [choice["finish_reason"] for choice in choices] == [None] * 5 + ["tool_calls"]
+    assert [choice["token_ids"] for choice in choices] == [[1, 2], [], [], [], [3], [], []]
+    assert [len((choice["logprobs"] or {"content": []})["content"]) for choice in choices] == [2, 0, 0, 0, 0, 0, 0]
+    assert [choice["finish_reason"] for choice in choices] == [None] * 6 + ["tool_calls"]
     for place, message in enumerate(sent[:-1], 1):
         headers = RESUMABLE | {"Last-Event-ID": message.id or ""}
         assert messages((await ask(script.app, "POST", CHAT, asked, headers)).body) == sent[place:]
