@@ -2,7 +2,8 @@
 
 An id is `<request>/<choices>`, and ends in `/u` once the usage was sent. The choices are in order, separated by commas:
 `tokens:characters` counts what was sent of each, and `f` follows with its finish reason. A choice that has not begun is
-`o` if its role was sent, else empty. The request alone, which the header `x-request-id` names, is the beginning.
+empty. `o` follows on a choice whose role was sent before anything else. The request alone, which the header
+`x-request-id` names, is the beginning.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 from ...schemas.errors import InvalidRequest
 from ...schemas.events import Token, ToolCallDelta
 
-_CHOICE = r"(?:[0-9]{1,9}:[0-9]{1,9}f?|o)?"
+_CHOICE = r"(?:[0-9]{1,9}:[0-9]{1,9}f?)?o?"
 _is_id = re.compile(rf"([A-Za-z0-9_-]{{1,64}})(?:/({_CHOICE}(?:,{_CHOICE})*)(/u)?)?").fullmatch
 
 
@@ -53,7 +54,7 @@ class Progress:
         self.resumed = had is not None
         self.usage_sent = usage_sent  # set by the caller that sends it
         self._had = had or {}
-        self.opened = {*self._had, *opened}  # choices whose role was sent; the caller that sends it adds to them
+        self.opened = set(opened)  # choices whose role was sent; the caller that sends it adds to them
         self._seen: dict[int, ChoiceProgress] = {}
 
     @classmethod
@@ -66,12 +67,18 @@ class Progress:
             return cls(given)
         had, opened = {}, []
         for choice, text in enumerate(found[2].split(",")):
-            if text == "o":
+            if text.endswith("o"):
                 opened.append(choice)
-            elif text:
+            if text := text.rstrip("o"):
                 tokens, _, characters = text.rstrip("f").partition(":")
                 had[choice] = ChoiceProgress(int(tokens), int(characters), text.endswith("f"))
         return cls(found[1], had, opened=opened, usage_sent=found[3] is not None)
+
+    def before(self) -> Progress:
+        """As it stands now, whatever `split` is given later; it knows of roles that are sent later."""
+        found = Progress(self.request, self._had, usage_sent=self.usage_sent)
+        found.opened, found._seen = self.opened, dict(self._seen)
+        return found
 
     @property
     def reached(self) -> bool:
@@ -80,9 +87,12 @@ class Progress:
 
     @property
     def id(self) -> str:
-        known = dict.fromkeys(self.opened, "o")
-        known |= {choice: str(self._progress(choice)) for choice in self._had.keys() | self._seen}
-        choices = ",".join(known.get(choice, "") for choice in range(max(known, default=-1) + 1))
+        known = {choice: self._progress(choice) for choice in self._had.keys() | self._seen}
+        texts = {choice: str(progress) for choice, progress in known.items()}
+        for choice in self.opened:
+            if choice not in known or not (known[choice].characters or known[choice].finished):
+                texts[choice] = texts.get(choice, "") + "o"
+        choices = ",".join(texts.get(choice, "") for choice in range(max(texts, default=-1) + 1))
         return f"{self.request}/{choices}{'/u' * self.usage_sent}"
 
     def split(self, token: Token) -> tuple[Token | None, Token | None]:
