@@ -1,20 +1,22 @@
 """How far a client has read a stream, as the ids of its SSE messages say. Pure.
 
 An id is `<request>/<choices>`, and ends in `/u` once the usage was sent. The choices are in order, separated by commas:
-`tokens:characters` counts what was sent of each, `f` follows with its finish reason, and a choice that has not begun is
-empty. The request alone, which the header `x-request-id` names, is the beginning.
+`tokens:characters` counts what was sent of each, and `f` follows with its finish reason. A choice that has not begun is
+empty. `o` follows on a choice whose role was sent before anything else. The request alone, which the header
+`x-request-id` names, is the beginning.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 from ...schemas.errors import InvalidRequest
 from ...schemas.events import Token, ToolCallDelta
 
-_CHOICE = r"(?:[0-9]{1,9}:[0-9]{1,9}f?)?"
+_CHOICE = r"(?:[0-9]{1,9}:[0-9]{1,9}f?)?o?"
 _is_id = re.compile(rf"([A-Za-z0-9_-]{{1,64}})(?:/({_CHOICE}(?:,{_CHOICE})*)(/u)?)?").fullmatch
 
 
@@ -36,14 +38,23 @@ class ChoiceProgress(NamedTuple):
 class Progress:
     """Separates what the client has received from what is new to it; `split` must be given all tokens in order.
 
-    `had` is what the client has received by choice; None where it does not resume.
+    `had` is what the client has received by choice; None where it does not resume. `opened` are choices of which it has
+    the role alone.
     """
 
-    def __init__(self, request: str, had: dict[int, ChoiceProgress] | None = None, *, usage_sent: bool = False) -> None:
+    def __init__(
+        self,
+        request: str,
+        had: dict[int, ChoiceProgress] | None = None,
+        *,
+        opened: Iterable[int] = (),
+        usage_sent: bool = False,
+    ) -> None:
         self.request = request
         self.resumed = had is not None
         self.usage_sent = usage_sent  # set by the caller that sends it
         self._had = had or {}
+        self.opened = set(opened)  # choices whose role was sent; the caller that sends it adds to them
         self._seen: dict[int, ChoiceProgress] = {}
 
     @classmethod
@@ -54,12 +65,20 @@ class Progress:
             raise invalid_event_id("Last-Event-ID must be an id of an event that this server sent.")
         if found[2] is None:
             return cls(given)
-        had = {}
+        had, opened = {}, []
         for choice, text in enumerate(found[2].split(",")):
-            if text:
+            if text.endswith("o"):
+                opened.append(choice)
+            if text := text.rstrip("o"):
                 tokens, _, characters = text.rstrip("f").partition(":")
                 had[choice] = ChoiceProgress(int(tokens), int(characters), text.endswith("f"))
-        return cls(found[1], had, usage_sent=found[3] is not None)
+        return cls(found[1], had, opened=opened, usage_sent=found[3] is not None)
+
+    def before(self) -> Progress:
+        """As it stands now, whatever `split` is given later; it knows of roles that are sent later."""
+        found = Progress(self.request, self._had, usage_sent=self.usage_sent)
+        found.opened, found._seen = self.opened, dict(self._seen)
+        return found
 
     @property
     def reached(self) -> bool:
@@ -68,9 +87,12 @@ class Progress:
 
     @property
     def id(self) -> str:
-        most = max((*self._had, *self._seen), default=-1)
-        begun = self._had.keys() | self._seen
-        choices = ",".join(str(self._progress(choice)) if choice in begun else "" for choice in range(most + 1))
+        known = {choice: self._progress(choice) for choice in self._had.keys() | self._seen}
+        texts = {choice: str(progress) for choice, progress in known.items()}
+        for choice in self.opened:
+            if choice not in known or not (known[choice].characters or known[choice].finished):
+                texts[choice] = texts.get(choice, "") + "o"
+        choices = ",".join(texts.get(choice, "") for choice in range(max(texts, default=-1) + 1))
         return f"{self.request}/{choices}{'/u' * self.usage_sent}"
 
     def split(self, token: Token) -> tuple[Token | None, Token | None]:

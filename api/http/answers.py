@@ -114,7 +114,7 @@ class EventStream(Response):
         return f": {text}\n".encode() + (b"" if self._progress else b"\n")
 
     def _identified(self, message: bytes) -> bytes:
-        return message if self._progress is None else f"id: {self._progress.id}\n".encode() + message
+        return _identified(message, self._progress)
 
     def _opening(self, media_type: str, headers: dict[str, str]) -> dict[str, Any]:
         every = {"content-type": media_type, "x-request-id": self._reading.request, **headers}
@@ -140,6 +140,8 @@ class Answer(EventStream):
     ) -> None:
         super().__init__(reading, keepalive=keepalive, progress=progress)
         self._renderer = renderer
+        if progress is not None:
+            renderer.opened = progress.opened
         self._streaming = streaming
         self._status = status
 
@@ -172,11 +174,15 @@ class Answer(EventStream):
         return []
 
     def _rest(self, token: Token, progress: Progress) -> Iterator[bytes]:
-        """What the client has not received of a token event, with the id that says it has."""
+        """What the client has not received of a token event, each message with the id that says it has."""
+        before = progress if token.choice in progress.opened else progress.before()
         sent, unsent = progress.split(token)
         if sent is not None:
             list(self._renderer.chunks(sent))  # brings the renderer's state up to date
-        return map(self._identified, self._renderer.chunks(unsent) if unsent is not None else ())
+        if unsent is not None:
+            for opening in self._renderer.openings(unsent):
+                yield _identified(opening, before)
+            yield from map(self._identified, self._renderer.chunks(unsent))
 
     async def _collect(self, scope: Scope, receive: Receive, send: Send) -> None:
         tokens: list[Token] = []
@@ -194,6 +200,10 @@ class Answer(EventStream):
                     await send(self._opening("application/json", {"content-length": str(len(body))}))
                     await send({"type": "http.response.body", "body": body})
                     return
+
+
+def _identified(message: bytes, progress: Progress | None) -> bytes:
+    return message if progress is None else f"id: {progress.id}\n".encode() + message
 
 
 _WAITING = {None: "queued", "waiting": "waiting_for_model", "loading": "loading"}

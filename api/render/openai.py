@@ -77,7 +77,7 @@ class Renderer:
         self._accepted: Accepted | None = None  # set by begin
         self._told = 0  # tokens of all choices; set by chunks
         self._begun: set[int] = set()  # choices of which a token was sent; set by chunks
-        self._opened: set[int] = set()  # choices whose role was sent; set by chunks
+        self.opened: set[int] = set()  # choices whose role was sent; set by openings, chunks and who resumes a stream
         self._offsets: dict[int, int] = {}  # choice → characters rendered, for completion logprobs
         kind = "text_completion" if self._kind == "text" else "chat.completion" + (".chunk" if streaming else "")
         self._head = {"id": request, "object": kind, "created": created, "model": model}
@@ -94,16 +94,27 @@ class Renderer:
         for part in apart(token):
             yield from self._chunk(part)
 
+    def openings(self, token: Token) -> Iterator[bytes]:
+        """The SSE messages that must precede a choice's first one, which `chunks` sends too where this was not called:
+        choices open in the order of their numbers, as OpenAI's client keeps them in the order in which they came."""
+        if self._kind != "chat" or token.choice in self.opened or not self._is_news(token):
+            return
+        for earlier in sorted(set(range(token.choice)) - self.opened):
+            self.opened.add(earlier)
+            opening = {"index": earlier, "delta": {"role": "assistant"}, "logprobs": None, "finish_reason": None}
+            yield self._message([opening], self._usage_so_far(), {})
+
+    def _is_news(self, token: Token) -> bool:
+        said = token.text or token.reasoning or token.tool_calls or token.finish_reason
+        return bool(said or token.logprobs or token.prompt_logprobs or self._extras.token_ids)
+
     def _chunk(self, token: Token) -> Iterator[bytes]:
+        yield from self.openings(token)
         reason = token.finish_reason and _REASONS[token.finish_reason]
-        scored = token.logprobs or token.prompt_logprobs
-        is_news = token.text or token.reasoning or token.tool_calls or scored or reason is not None
         self._told += len(token.token_ids)
-        if not (is_news or self._extras.token_ids):
+        if not self._is_news(token):
             return
         first = token.choice not in self._begun
-        if first and self._kind == "chat":
-            yield from self._open_before(token.choice)
         choice: dict[str, Any] = {"index": token.choice}
         if self._kind == "chat":
             choice["delta"] = self._delta(token)
@@ -114,13 +125,6 @@ class Renderer:
         choice["finish_reason"] = reason
         head = self._add_extras(choice, [token], token.finish_reason, first=first)
         yield self._message([choice], self._usage_so_far(), head)
-
-    def _open_before(self, choice: int) -> Iterator[bytes]:
-        """Choices open in the order of their numbers: OpenAI's client keeps them in the order in which they came."""
-        for earlier in sorted(set(range(choice)) - self._opened):
-            self._opened.add(earlier)
-            opening = {"index": earlier, "delta": {"role": "assistant"}, "logprobs": None, "finish_reason": None}
-            yield self._message([opening], self._usage_so_far(), {})
 
     def end(self, done: Done) -> Iterator[bytes]:
         if self._extras.usage or done.fallback:
@@ -175,8 +179,8 @@ class Renderer:
 
     def _delta(self, token: Token) -> dict[str, Any]:
         delta: dict[str, Any] = {}
-        if token.choice not in self._opened:
-            self._opened.add(token.choice)
+        if token.choice not in self.opened:
+            self.opened.add(token.choice)
             delta["role"] = "assistant"
         if token.choice not in self._begun:
             delta["content"] = None if token.reasoning or token.tool_calls else ""
@@ -272,18 +276,21 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def apart(token: Token) -> Sequence[Token]:
-    """A token event as one for its thought, one for its text and one for each piece of a call, in the order in which a
-    client that resumes counts them.
+    """A token event as one for its thought, one for its text, one for each piece of a call and one for the end behind
+    a call, in the order in which a client that resumes counts them.
 
     OpenAI sends them in chunks of their own, and clients rely on it: AutoGen reads no calls beside text, Haystack fails
-    there, and LlamaIndex reads the first of several calls in a chunk alone.
+    there, LlamaIndex reads the first of several calls in a chunk alone, and OpenAI's own clients miss that a call is
+    done which begins in the chunk that ends the choice.
     """
-    if bool(token.reasoning) + bool(token.text) + len(token.tool_calls) < 2:
+    ends_calls = bool(token.tool_calls) and token.finish_reason is not None
+    if bool(token.reasoning) + bool(token.text) + len(token.tool_calls) + ends_calls < 2:
         return (token,)
     after = replace(token, index=token.index + len(token.token_ids), token_ids=(), logprobs=None, prompt_logprobs=None)
     blank = {"text": "", "reasoning": "", "tool_calls": ()}
     said: list[dict[str, Any]] = [{"tool_calls": (call,)} for call in token.tool_calls]
     said = [{name: text} for name in ("reasoning", "text") if (text := getattr(token, name))] + said
+    said += [{}] if ends_calls else []
     parts = [replace(after if place else token, **blank | one) for place, one in enumerate(said)]
     return [*(replace(part, finish_reason=None, stop_reason=None) for part in parts[:-1]), parts[-1]]
 

@@ -56,29 +56,37 @@ def last_id(sent: list[Sent], response: Response) -> str:
     return next((message.id for message in reversed(sent) if message.id), response.headers["x-request-id"])
 
 
-def telling(choices: int) -> list[Event]:
-    """Choices that take turns, by one token and by two, and end one after the other."""
+def telling(choices: int, *, last_first: bool = False, quiet: bool = False) -> list[Event]:
+    """Choices that take turns, by one token and by two, and end one after the other, or the last one first. `quiet`:
+    of their first tokens there is nothing to send."""
     events: list[Event] = [Accepted("", "echo", 7, 3)]
-    for index, text in enumerate(["g", "", "rü", "ße 🙂", "", "."]):
-        for choice in range(choices):
+    for index, text in enumerate(["", "g"] * quiet + ["g", ""] * (not quiet) + ["rü", "ße 🙂", "", "."]):
+        for choice in sorted(range(choices), reverse=last_first):
             ids = (index,) if index != 2 or choice else (index, 99)
             at = index + (choice == 0 and index > 2)
-            logprobs = tuple(TokenLogprob("ü", id, -0.5, (195, 188)) for id in ids)
+            logprobs = tuple(TokenLogprob("ü", id, -0.5, (195, 188)) for id in ids if index or not quiet)
             events.append(Token("", choice, at, ids, text, logprobs, "stop" if index == 5 else None))
     reason: FinishReason = "stop"
     return [*events, Done("", (reason,) * choices, Usage(3, 6 * choices + 1, 6 * choices + 4))]
 
 
-@pytest.mark.parametrize("choices", [1, 3])
-async def test_a_stream_cut_at_any_byte_is_completed_by_another_bridge(choices: int) -> None:
+@pytest.mark.parametrize("quiet", [False, True])
+@pytest.mark.parametrize(("choices", "last_first"), [(1, False), (3, False), (3, True)])
+async def test_a_stream_cut_at_any_byte_is_completed_by_another_bridge(
+    choices: int, last_first: bool, quiet: bool
+) -> None:
+    """Where the last choice comes first, messages that open the others precede its first one."""
     script = await Script.start()
-    await script.tell(telling(choices), Job(id="chatcmpl-1", bridge="that-died", body={}))
-    asked = body(choices)
+    told = telling(choices, last_first=last_first, quiet=quiet)
+    await script.tell(told, Job(id="chatcmpl-1", bridge="that-died", body={}))
+    asked = body(choices, stream_options={"include_usage": True, "continuous_usage_stats": True})
     whole = await ask(script.app, "POST", CHAT, asked, RESUMABLE | {"Last-Event-ID": "chatcmpl-1"})
     expected = put_together(messages(whole.body))
     assert [choice.text for choice in expected[0].values()] == ["grüße 🙂."] * choices
     assert all(choice.roles == 1 and choice.reasons == ["stop"] for choice in expected[0].values())
-    assert len(expected[1]) == expected[2] == 1
+    assert [*expected[0]] == [*range(choices)]
+    assert len(expected[1]) == len(messages(whole.body)) - 1
+    assert expected[2] == 1
     assert all(message.id for message in messages(whole.body)[:-1])
     places = {whole.body[:cut].count(b"\n\n"): cut for cut in range(len(whole.body))}
     for cut in places.values():  # any byte of a message that is not whole cuts off the same
@@ -115,10 +123,11 @@ async def test_a_thought_text_and_calls_of_one_event_are_chunks_of_their_own_and
         {"tool_calls": [heads[1]]},
         {"tool_calls": [{"index": 1, "function": {"arguments": ": 2}"}}]},
         {"tool_calls": [heads[2]]},
+        {},
     ]
-    assert [choice["token_ids"] for choice in choices] == [[1, 2], [], [], [], [3], []]
-    assert [len((choice["logprobs"] or {"content": []})["content"]) for choice in choices] == [2, 0, 0, 0, 0, 0]
-    assert [choice["finish_reason"] for choice in choices] == [None] * 5 + ["tool_calls"]
+    assert [choice["token_ids"] for choice in choices] == [[1, 2], [], [], [], [3], [], []]
+    assert [len((choice["logprobs"] or {"content": []})["content"]) for choice in choices] == [2, 0, 0, 0, 0, 0, 0]
+    assert [choice["finish_reason"] for choice in choices] == [None] * 6 + ["tool_calls"]
     for place, message in enumerate(sent[:-1], 1):
         headers = RESUMABLE | {"Last-Event-ID": message.id or ""}
         assert messages((await ask(script.app, "POST", CHAT, asked, headers)).body) == sent[place:]

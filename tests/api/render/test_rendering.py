@@ -121,6 +121,23 @@ def test_the_client_puts_choices_together_in_any_order(answer: tuple[list[Token]
     assert len(state.current_completion_snapshot.choices) == len(done.finish_reasons)
 
 
+@pytest.mark.parametrize("calls", [1, 2])
+def test_the_client_hears_that_a_call_is_done_which_came_with_the_end(calls: int) -> None:
+    """OpenAI's own client looks for the end of a choice before it looks at the calls in the same chunk."""
+    called = tuple(ToolCallDelta(index, f'{{"a": {index}}}', f"call_{index}", "f") for index in range(calls))
+    renderer = Renderer("/v1/chat/completions", "id-1", "m", 1, streaming=True)
+    state = ChatCompletionStreamState()
+    events = []
+    for message in renderer.chunks(Token("r", 0, 0, (1, 2), "", finish_reason="tool_calls", tool_calls=called)):
+        chunk = ChatCompletionChunk.model_validate(orjson.loads(message.removeprefix(b"data: ")), strict=True)
+        events += state.handle_chunk(chunk)
+    done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert [(event.index, event.name, event.arguments) for event in done] == [
+        (call.index, "f", call.arguments) for call in called
+    ]
+    assert state.current_completion_snapshot.choices[0].finish_reason == "tool_calls"
+
+
 def test_an_answer_that_is_a_call_has_no_text() -> None:
     """AI SDK makes a text part of every chunk whose content is not null, an empty one of "" too. The first token is the
     mark of a call, which is no text."""
@@ -133,7 +150,7 @@ def test_an_answer_that_is_a_call_has_no_text() -> None:
     renderer = Renderer("/v1/chat/completions", "id-1", "m", 1_800_000_000, streaming=True)
     chunks = [orjson.loads(chunk[6:]) for token in tokens for chunk in renderer.chunks(token)]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-    assert [delta.get("content") for delta in deltas] == [None, None]
+    assert [delta.get("content") for delta in deltas] == [None, None, None]
     assert deltas[0]["role"] == "assistant" and deltas[0]["tool_calls"][0]["id"] == "call_1"
 
 
