@@ -32,13 +32,15 @@ _REASONS: dict[FinishReason, str] = {
 
 class Extras(NamedTuple):
     """What a client asks for beside its answer: the usage behind a stream or in each of its chunks, token ids, and the
-    prompt's log-probabilities. `echo`: these are part of the answer's. `n` is the number of choices of each prompt."""
+    prompt's log-probabilities. `echo`: these are part of the answer's; with `prompt_alone` they are all of it. `n` is
+    the number of choices of each prompt."""
 
     usage: bool = False
     continuous_usage: bool = False
     token_ids: bool = False
     prompt_logprobs: bool = False
     echo: bool = False
+    prompt_alone: bool = False
     n: int = 1
 
     @classmethod
@@ -53,6 +55,7 @@ class Extras(NamedTuple):
             token_ids=body.get("return_token_ids") is True,
             prompt_logprobs=body.get("prompt_logprobs") is not None,
             echo=body.get("echo") is True,
+            prompt_alone=body.get("echo") is True and body.get("max_tokens") == 0,
             n=n if isinstance(n, int) and n > 0 else 1,
         )
 
@@ -111,7 +114,7 @@ class Renderer:
     def _chunk(self, token: Token) -> Iterator[bytes]:
         yield from self.openings(token)
         reason = token.finish_reason and _REASONS[token.finish_reason]
-        self._told += len(token.token_ids)
+        self._told += 0 if self._extras.prompt_alone else len(token.token_ids)
         if not self._is_news(token):
             return
         first = token.choice not in self._begun
@@ -159,7 +162,7 @@ class Renderer:
         elif (reason := said[-1].stop_reason if said else None) is not None:
             choice["stop_reason"] = reason
         if self._extras.token_ids:
-            choice["token_ids"] = [id for token in said for id in token.token_ids]
+            choice["token_ids"] = [id for token in said for id in token.token_ids if not self._extras.prompt_alone]
         more: dict[str, Any] = {}
         prompts = self._accepted.prompts if self._accepted else ()
         if first and self._extras.token_ids and prompts:

@@ -154,6 +154,18 @@ def test_an_answer_that_is_a_call_has_no_text() -> None:
     assert deltas[0]["role"] == "assistant" and deltas[0]["tool_calls"][0]["id"] == "call_1"
 
 
+def test_the_prompt_alone_has_no_token_of_an_answer() -> None:
+    """The engine makes one, which the client did not ask for."""
+    body = {"echo": True, "max_tokens": 0, "return_token_ids": True, "stream_options": {"continuous_usage_stats": True}}
+    token, done = Token("r", 0, 0, (7,), "Once", finish_reason="length"), Done("r", ("length",), Usage(1, 0, 1))
+    renderer = Renderer("/v1/completions", "id-1", "m", 1, streaming=True, extras=Extras.of(body))
+    (chunk,) = [orjson.loads(chunk[6:]) for chunk in renderer.chunks(token)]
+    assert chunk["choices"][0]["text"] == "Once"
+    assert chunk["usage"]["completion_tokens"] == 0
+    for answer in (chunk, orjson.loads(renderer.whole([token], done))):
+        assert answer["choices"][0]["token_ids"] == []
+
+
 def test_an_empty_answer_is_empty_text() -> None:
     renderer = Renderer("/v1/chat/completions", "id-1", "m", 1_800_000_000, streaming=True)
     tokens = [Token("r", 0, 0, (1,), "", None), Token("r", 0, 1, (2,), "", None, "stop")]
