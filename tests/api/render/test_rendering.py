@@ -127,7 +127,7 @@ def test_the_client_hears_that_a_call_is_done_which_came_with_the_end(calls: int
     called = tuple(ToolCallDelta(index, f'{{"a": {index}}}', f"call_{index}", "f") for index in range(calls))
     renderer = Renderer("/v1/chat/completions", "id-1", "m", 1, streaming=True)
     state = ChatCompletionStreamState()
-    events = []
+    events: list[Any] = []
     for message in renderer.chunks(Token("r", 0, 0, (1, 2), "", finish_reason="tool_calls", tool_calls=called)):
         chunk = ChatCompletionChunk.model_validate(orjson.loads(message.removeprefix(b"data: ")), strict=True)
         events += state.handle_chunk(chunk)
