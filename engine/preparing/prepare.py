@@ -16,7 +16,7 @@ from ...schemas.jobs import Form
 from ...schemas.openai.chat import AllowedTools, ChatMessage, NamedTool, Tool
 from ...schemas.openai.completions import ChatRequest, CompletionRequest, generation_params
 from ...schemas.openai.embeddings import EmbeddingRequest
-from ...schemas.params import MAX_CHOICES, GenerationParams
+from ...schemas.params import MAX_CHOICES, GenerationParams, Grammar
 from ..grammar.json_schema import json_schema_grammar
 from ..grammar.tool_grammar import answer_grammar
 from ..request import check_ids, check_scores
@@ -54,6 +54,7 @@ class Prepared(NamedTuple):
     form: Form | None = None
     dimensions: int | None = None
     grammar_param: str = ""  # the request parameter that the grammar comes from
+    asked_grammar: Grammar | None = None  # where `params.grammar` is made of it, and allows a thought or calls, too
     images: tuple[PromptImage, ...] = ()  # of the first prompt
 
 
@@ -116,6 +117,7 @@ class Preparer:
         form: Form | None
         images: tuple[PromptImage, ...] = ()
         grammar, param = response_grammar(request)
+        asked = grammar
         match request:
             case ChatRequest():
                 tools, choice, named = _tools(request)
@@ -161,7 +163,8 @@ class Preparer:
         visible = tuple(sorted(shown))
         if grammar is not None or visible:
             params = params.model_copy(update={"grammar": grammar, "visible_token_ids": visible})
-        return Prepared(prompts, params, form, grammar_param=param, images=images)
+        within = asked if asked != grammar else None
+        return Prepared(prompts, params, form, grammar_param=param, asked_grammar=within, images=images)
 
     def _chat(self, request: ChatRequest, tools: Sequence[Tool], choice: Choice) -> tuple[str, Form | None]:
         check_messages(request.messages)

@@ -201,7 +201,7 @@ class Validate(Stage):
         else:
             async with self._long:
                 prepared = await asyncio.to_thread(prepare)
-        if (grammar := prepared.params.grammar) is not None:
+        for grammar in filter(None, (prepared.asked_grammar, prepared.params.grammar)):
             await self._grammars.check(
                 grammar, model.source, model.backend, model.revision, param=prepared.grammar_param
             )

@@ -86,6 +86,13 @@ def test_a_model_left_alone_may_answer_in_words(client: openai.OpenAI) -> None:
     assert choice.message.content or choice.message.tool_calls
 
 
+def test_a_grammar_that_allows_no_answer_is_refused_where_calls_are_allowed(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="the grammar allows no answer") as caught:
+        ask(client, extra_body={"guided_grammar": "root ::= root"})
+    assert (caught.value.code, caught.value.param) == ("invalid_grammar", "guided_grammar")
+    assert ask(client, extra_body={"guided_grammar": 'root ::= "a"'}).choices[0].message
+
+
 def test_results_go_back(client: openai.OpenAI) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "note", "arguments": '{"tag": "a"}'}}
     messages = [

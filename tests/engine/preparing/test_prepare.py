@@ -230,6 +230,14 @@ def test_what_the_answer_must_look_like_becomes_a_grammar(
     assert prepare("plain").params.grammar is None
 
 
+def test_the_grammar_that_was_asked_for_goes_along_where_a_thought_may_precede_it(prepare: Prepare) -> None:
+    prepared = prepare("thinking", guided_regex="a+")
+    assert prepared.asked_grammar is not None and prepared.asked_grammar.text == "a+"
+    assert prepared.params.grammar not in (None, prepared.asked_grammar)
+    assert prepare("plain", guided_regex="a+").asked_grammar is None
+    assert prepare("thinking").asked_grammar is None
+
+
 @pytest.mark.parametrize("name", ["regex", "ebnf", "grammar", "json_schema"])
 def test_an_empty_grammar_is_none(prepare: Prepare, name: str) -> None:
     assert prepare("plain", **{name: {} if name == "json_schema" else ""}).params.grammar is None
