@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...schemas.errors import GenerationFailed, InvalidRequest
@@ -32,6 +33,9 @@ _MAX_MASK_SECONDS = 0.02  # of CPU time; a mask of 150,000 tokens takes 0.0002
 _MAX_FORCED_SECONDS = 0.001  # that a mask may take where those behind it are made ahead
 _MAX_FORCED_TOKENS = 32  # that are looked ahead for what has to come
 _MAX_FORCED_WORDS = 64  # of a mask, that have bits where all tokens begin alike
+_LONGEST_BOUNDED = 64 << 10  # characters that a schema may force where xgrammar looks for them
+_may_be_endless = re.compile(r'"(\$\w*ref|pattern\w*)"|\\u', re.IGNORECASE).search
+_repeated = re.compile(r'"min(?:Items|Length|Properties|Contains)":\s*([-+.\deE]+)').findall
 _MAX_REASON_LENGTH = 200
 _CLEARER = (  # what xgrammar's messages leave out or do not explain
     (r"but got$", "but the grammar ends there"),
@@ -109,7 +113,8 @@ class GrammarCompiler:
         free = free_text(grammar)
         tokens = None if free is None else FreeTokens(self._texts, self._free_tokens(free.openers), free.literals)
         permitted = self._permitted(grammar.kind, visible)
-        return Matcher(GrammarMatcher(compiled), permitted, self._ends, self._texts, tokens)
+        bounded = _is_bounded(grammar)
+        return Matcher(GrammarMatcher(compiled), permitted, self._ends, self._texts, tokens, bounded=bounded)
 
     def _compiler(self) -> Any:
         with self._lock:
@@ -182,10 +187,13 @@ class Matcher:
         ends: Mask,
         texts: Sequence[bytes],
         free: FreeTokens | None = None,
+        *,
+        bounded: bool = False,
     ) -> None:
         """`permitted` is a mask of the tokens that any state of the grammar may allow, `ends` of the end tokens.
-        `texts` are those of all tokens."""
+        `texts` are those of all tokens. `bounded`: no text is long that the grammar forces."""
         self._matcher = matcher
+        self._is_bounded = bounded
         self._texts = texts
         self._permitted = permitted
         self._mask = permitted.copy()
@@ -229,13 +237,18 @@ class Matcher:
     def forced(self, most: int) -> str:
         """The text that is likely to have to come next, in whatever tokens; empty where there is a choice.
 
-        It ends soon after `most` bytes. xgrammar's own search for it has no end where the text has none, as with
-        `root ::= "a" root`, and fills the memory. This one takes what tokens there are: a text may follow that no
-        longer token begins with.
+        It ends soon after `most` bytes, unless the grammar is bounded. xgrammar's own search for it takes less time,
+        but has no end where the text has none, as with `root ::= "a" root`, and fills the memory. The other takes what
+        tokens there are: a text may follow that no longer token begins with.
         """
         mask = self.mask()
         if self._is_free or self.cost > _MAX_FORCED_SECONDS:
             return ""
+        if self._is_bounded:
+            try:
+                return str(self._matcher.find_jump_forward_string())
+            except UnicodeDecodeError as error:  # it ends within a character
+                return bytes(error.object[: error.start]).decode()
         found, ahead = b"", None
         for _ in range(_MAX_FORCED_TOKENS):
             piece, has_more = self._common(mask)
@@ -281,6 +294,13 @@ def _bits(tokens: Iterable[int], size: int) -> Mask:
     bits = np.zeros(-(-size // 32) * 32, np.uint8)
     bits[[token for token in tokens if token < size]] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _is_bounded(grammar: Grammar) -> bool:
+    """Whether it is a schema that forces no long text: no rule is within itself, and few repeat what they force."""
+    if grammar.kind != "json_schema" or _may_be_endless(grammar.text):
+        return False
+    return len(grammar.text) * prod(max(1.0, float(times)) for times in _repeated(grammar.text)) <= _LONGEST_BOUNDED
 
 
 def _refusal(message: str) -> InvalidRequest:

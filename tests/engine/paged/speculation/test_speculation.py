@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,29 @@ def test_an_answer_that_must_go_on_for_ever_is_not_written_out(model_directory: 
     matcher = GrammarCompiler(Tokenizer(model_directory("llama"))).matcher(GenerationParams(grammar=grammar))
     assert matcher is not None
     assert matcher.forced(8) in {"a" * number for number in range(8, 64)}
+
+
+@pytest.mark.parametrize(
+    ("schema", "forced"),
+    [
+        ({"properties": {"name": {"const": "one and two"}}}, '{"name": "one and two"}'),
+        ({"properties": {"name": {"enum": ["ab", "ac"]}}}, '{"name": "a'),
+        ({"properties": {"name": {"type": "array", "items": {"const": 1}, "minItems": 10_000_000}}}, '{"name": [1'),
+        ({"properties": {"name": {"type": "array", "items": {"const": 1}, "minItems": 3}}}, '{"name": [1, 1, 1'),
+        ({"properties": {"name": {"$ref": "#"}}}, '{"name": {"name": '),
+        ({"properties": {"name": {"\\u0024ref": "#"}}}, '{"name": {"name": '),
+    ],
+)
+def test_a_schema_forces_what_it_writes_out_and_no_endless_text(
+    model_directory: MakeModel, schema: dict[str, Any], forced: str
+) -> None:
+    whole = {"type": "object", **schema, "required": ["name"], "additionalProperties": False}
+    text = json.dumps(whole).replace("\\\\", "\\")
+    grammar = Grammar(kind="json_schema", text=text)
+    matcher = GrammarCompiler(Tokenizer(model_directory("llama"))).matcher(GenerationParams(grammar=grammar))
+    assert matcher is not None
+    found = matcher.forced(8)
+    assert found.startswith(forced[:8]) and forced.startswith(found[: len(forced)]) and len(found) < 64
 
 
 @pytest.mark.parametrize(
