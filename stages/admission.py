@@ -50,10 +50,11 @@ class Drain:
         elapsed = now - before
         if self._seen is not None and elapsed < _SHORTEST:
             return self.rate
-        rate = (left - gone) / elapsed if elapsed > 0 else 0.0
-        if elapsed > 0 and (self._waited or rate > self.rate > 0):
-            weight = 1 - 0.5 ** (elapsed / _HALF_LIFE) if self.rate else 1.0
-            self.rate += weight * (rate - self.rate)
+        if elapsed > 0:
+            rate = (left - gone) / elapsed
+            if self._waited or rate > self.rate > 0:
+                weight = 1 - 0.5 ** (elapsed / _HALF_LIFE) if self.rate else 1.0
+                self.rate += weight * (rate - self.rate)
         self._seen, self._waited = (now, left), depth > 0
         return self.rate
 

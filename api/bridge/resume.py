@@ -95,6 +95,10 @@ class Progress:
         choices = ",".join(texts.get(choice, "") for choice in range(max(texts, default=-1) + 1))
         return f"{self.request}/{choices}{'/u' * self.usage_sent}"
 
+    def identified(self, message: bytes) -> bytes:
+        """An SSE message with the id that says how far a client is which has received it."""
+        return f"id: {self.id}\n".encode() + message
+
     def split(self, token: Token) -> tuple[Token | None, Token | None]:
         """The part of `token` that the client has received, and the part that it has not, cut between characters."""
         seen = self._seen.get(token.choice, ChoiceProgress())

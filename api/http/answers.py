@@ -114,7 +114,7 @@ class EventStream(Response):
         return f": {text}\n".encode() + (b"" if self._progress else b"\n")
 
     def _identified(self, message: bytes) -> bytes:
-        return _identified(message, self._progress)
+        return message if self._progress is None else self._progress.identified(message)
 
     def _opening(self, media_type: str, headers: dict[str, str]) -> dict[str, Any]:
         every = {"content-type": media_type, "x-request-id": self._reading.request, **headers}
@@ -181,8 +181,8 @@ class Answer(EventStream):
             list(self._renderer.chunks(sent))  # brings the renderer's state up to date
         if unsent is not None:
             for opening in self._renderer.openings(unsent):
-                yield _identified(opening, before)
-            yield from map(self._identified, self._renderer.chunks(unsent))
+                yield before.identified(opening)
+            yield from map(progress.identified, self._renderer.chunks(unsent))
 
     async def _collect(self, scope: Scope, receive: Receive, send: Send) -> None:
         tokens: list[Token] = []
@@ -200,10 +200,6 @@ class Answer(EventStream):
                     await send(self._opening("application/json", {"content-length": str(len(body))}))
                     await send({"type": "http.response.body", "body": body})
                     return
-
-
-def _identified(message: bytes, progress: Progress | None) -> bytes:
-    return message if progress is None else f"id: {progress.id}\n".encode() + message
 
 
 _WAITING = {None: "queued", "waiting": "waiting_for_model", "loading": "loading"}

@@ -244,11 +244,14 @@ class Matcher:
         mask = self.mask()
         if self._is_free or self.cost > _MAX_FORCED_SECONDS:
             return ""
-        if self._is_bounded:
-            try:
-                return str(self._matcher.find_jump_forward_string())
-            except UnicodeDecodeError as error:  # it ends within a character
-                return bytes(error.object[: error.start]).decode()
+        try:
+            return (
+                str(self._matcher.find_jump_forward_string()) if self._is_bounded else self._ahead(mask, most).decode()
+            )
+        except UnicodeDecodeError as error:  # it ends within a character, where several begin with the same byte
+            return bytes(error.object[: error.start]).decode()
+
+    def _ahead(self, mask: Mask, most: int) -> bytes:
         found, ahead = b"", None
         for _ in range(_MAX_FORCED_TOKENS):
             piece, has_more = self._common(mask)
@@ -261,10 +264,7 @@ class Matcher:
             mask = self._permitted.copy()
             ahead.fill_next_token_bitmask(mask)
             mask &= self._permitted
-        try:
-            return found.decode()
-        except UnicodeDecodeError as error:  # it ends within a character, where several begin with the same byte
-            return found[: error.start].decode()
+        return found
 
     def _common(self, mask: Mask) -> tuple[bytes, bool]:
         """How all tokens of a mask begin, and whether that is one of them, so that more may have to follow."""
@@ -298,9 +298,10 @@ def _bits(tokens: Iterable[int], size: int) -> Mask:
 
 def _is_bounded(grammar: Grammar) -> bool:
     """Whether it is a schema that forces no long text: no rule is within itself, and few repeat what they force."""
-    if grammar.kind != "json_schema" or _may_be_endless(grammar.text):
+    length = len(grammar.text)
+    if grammar.kind != "json_schema" or length > _LONGEST_BOUNDED or _may_be_endless(grammar.text):
         return False
-    return len(grammar.text) * prod(max(1.0, float(times)) for times in _repeated(grammar.text)) <= _LONGEST_BOUNDED
+    return length * prod(max(1.0, float(times)) for times in _repeated(grammar.text)) <= _LONGEST_BOUNDED
 
 
 def _refusal(message: str) -> InvalidRequest:

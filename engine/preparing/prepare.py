@@ -54,7 +54,7 @@ class Prepared(NamedTuple):
     form: Form | None = None
     dimensions: int | None = None
     grammar_param: str = ""  # the request parameter that the grammar comes from
-    asked_grammar: Grammar | None = None  # where `params.grammar` is made of it, and allows a thought or calls, too
+    asked_grammar: Grammar | None = None  # no schema; where `params.grammar` allows a thought or calls beside it
     images: tuple[PromptImage, ...] = ()  # of the first prompt
 
 
@@ -163,8 +163,9 @@ class Preparer:
         visible = tuple(sorted(shown))
         if grammar is not None or visible:
             params = params.model_copy(update={"grammar": grammar, "visible_token_ids": visible})
-        within = asked if asked != grammar else None
-        return Prepared(prompts, params, form, grammar_param=param, asked_grammar=within, images=images)
+        if asked == grammar or (asked is not None and asked.kind == "json_schema"):
+            asked = None  # what a schema allows has been looked at already
+        return Prepared(prompts, params, form, grammar_param=param, asked_grammar=asked, images=images)
 
     def _chat(self, request: ChatRequest, tools: Sequence[Tool], choice: Choice) -> tuple[str, Form | None]:
         check_messages(request.messages)

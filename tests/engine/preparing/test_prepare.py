@@ -236,6 +236,8 @@ def test_the_grammar_that_was_asked_for_goes_along_where_a_thought_may_precede_i
     assert prepared.params.grammar not in (None, prepared.asked_grammar)
     assert prepare("plain", guided_regex="a+").asked_grammar is None
     assert prepare("thinking").asked_grammar is None
+    schema = prepare("thinking", guided_json={"type": "boolean"})
+    assert schema.params.grammar is not None and schema.asked_grammar is None
 
 
 @pytest.mark.parametrize("name", ["regex", "ebnf", "grammar", "json_schema"])
