@@ -245,13 +245,14 @@ class Matcher:
         if self._is_free or self.cost > _MAX_FORCED_SECONDS:
             return ""
         try:
-            return (
-                str(self._matcher.find_jump_forward_string()) if self._is_bounded else self._ahead(mask, most).decode()
-            )
+            if self._is_bounded:
+                return str(self._matcher.find_jump_forward_string())
+            return self._ahead(mask, most).decode()
         except UnicodeDecodeError as error:  # it ends within a character, where several begin with the same byte
             return bytes(error.object[: error.start]).decode()
 
     def _ahead(self, mask: Mask, most: int) -> bytes:
+        """What all tokens of `mask` begin with, and those behind the longest of them, until there is a choice."""
         found, ahead = b"", None
         for _ in range(_MAX_FORCED_TOKENS):
             piece, has_more = self._common(mask)
