@@ -181,10 +181,11 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings, ImageSettings):
     )
     lease: float = Field(5.0, ge=0.2, description="Seconds without a renewal after which a message is redelivered.")
     relay_interval: float = Field(
-        0.01,
+        0.04,
         ge=0,
         le=1,
-        description="Least time between two messages of a stream; tokens in between are sent together.",
+        description="Least time between two messages of a stream; tokens in between are sent together. Each message "
+        "takes time from a CPU that computes the model.",
     )
     stall_timeout: float = Field(
         30.0,

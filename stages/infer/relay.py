@@ -7,6 +7,7 @@ import dataclasses
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
+from math import floor
 
 from ...engine import RequestHandle
 from ...engine.vision.images import PromptImage
@@ -25,6 +26,8 @@ _PROCESS = uuid.uuid4().hex
 _numbers = count()  # with _PROCESS they name each holder; a random name for each would wait for the engine's thread
 _NO_HEADERS: Headers = {}
 _LONGEST_PAUSE = 0.5  # seconds
+_EACH = 0.01  # seconds for each event of a request, where the interval is no shorter
+_MOST_EVENTS = 1_000  # of a worker's streams in a second; more are made larger instead
 _MOST_TOKENS = 4096  # of the outputs of one message
 
 
@@ -40,7 +43,7 @@ class OutputPublisher:
         self,
         pipe: Pipe,
         job: ValidatedJob,
-        interval: Callable[[], float],
+        num_streams: Callable[[], int],
         metrics: RequestMetrics,
         adapter: str | None = None,
         images: tuple[PromptImage, ...] = (),
@@ -60,7 +63,7 @@ class OutputPublisher:
         self.ended = asyncio.Event()  # set by Infer
         self.is_cut = False  # the deadline came before every vector; half of them are no answer; set by relay
         self._pipe = pipe
-        self._interval = interval  # least seconds between two deltas of the same choices
+        self._num_streams = num_streams  # of the worker
         self._subject = pipe.outputs_of(job.tenant, job.id)
         self._holder = f"{_PROCESS}-{next(_numbers)}"
         self._turn = asyncio.Lock()  # outputs are stored one after the other
@@ -110,14 +113,14 @@ class OutputPublisher:
     async def relay(self, handle: RequestHandle) -> None:
         """Publish the deltas of one engine request to its end; those made during a publish go out together.
 
-        So do those of an interval: an engine of a thousand steps a second would spend its time on messages. Each delta
-        becomes an event of its own, so an interval passes for each: a request for many choices makes no more events a
-        second than one for a single choice, and delays nobody else's.
+        So do those of an interval: each message takes time from a model that is computed on the same cores. The first
+        token waits for nothing.
         """
         loop = asyncio.get_running_loop()
         while not handle.finished and self._ours is not False:
+            taken = await handle.take()
             told = loop.time()
-            deltas = [delta for delta in await handle.take() if delta.choice not in self.finished]
+            deltas = [delta for delta in taken if delta.choice not in self.finished]
             if self.expired and any(delta.finish_reason == "cancelled" for delta in deltas):
                 self.is_cut = self.job.endpoint == "/v1/embeddings"
                 if self.is_cut:
@@ -127,7 +130,8 @@ class OutputPublisher:
             if handle.finished:
                 return
             going = sum(not other.finished for other in self.handles)  # each a prompt of the request
-            if (early := told + pause_behind(len(deltas) * going, self._interval()) - loop.time()) > 0:
+            until = next_turn(told, len(deltas) * going, self._pipe.settings.relay_interval, self._num_streams())
+            if (early := until - loop.time()) > 0:
                 await handle.pause(early)
 
     def _addressed(self, delta: Delta) -> Delta:
@@ -195,9 +199,16 @@ class OutputPublisher:
         return {**headers, HOPS: hops} if hops else headers
 
 
-def pause_behind(deltas: int, interval: float) -> float:
-    """Seconds from one word of a request to the next: an interval for each delta, within reason."""
-    return max(interval, min(interval * deltas, _LONGEST_PAUSE))
+def next_turn(told: float, events: int, interval: float, num_streams: int) -> float:
+    """The loop time at which a request that has just told of so many events may do so again; `interval` in seconds.
+
+    All streams take their turns at the same moments, multiples of the interval: what wakes the broker, the stages and
+    the clients for one of them does so for all. Time passes for each event too, so that a request for many choices
+    makes no more of them in a second than others, nor do many streams together; but never more than half a second.
+    """
+    each = max(min(interval, _EACH), num_streams / _MOST_EVENTS)
+    until = told + max(interval, min(each * events, _LONGEST_PAUSE))
+    return floor(until / interval + 1e-6) * interval if interval else until  # a clock may be early by so little
 
 
 def messages(deltas: Iterable[Delta]) -> Iterator[list[Delta]]:

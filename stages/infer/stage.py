@@ -45,7 +45,6 @@ from .spans import InferSpan
 
 log = structlog.get_logger(__name__)
 
-_MESSAGES = 1_000  # of a worker's streams in a second, above which they are made larger instead
 _ROOM_PAUSE = 0.0005  # least seconds between two reports of free seats
 
 
@@ -232,15 +231,11 @@ class Infer(Stage):
             with outage_logged("keep_alive cannot be announced"):
                 await self.pipe.registry.announce_worker(self._card)
 
-    def _interval(self) -> float:
-        """Seconds between two messages of one stream, so that all together make no more than `_MESSAGES`."""
-        return max(self.pipe.settings.relay_interval, len(self._publishers) / _MESSAGES)
-
     async def _publish_outputs(
         self, job: ValidatedJob, newest: int, adapter: str | None, images: tuple[PromptImage, ...]
     ) -> None:
         measured = (Unmeasured if job.tenant == CANARY else RequestMetrics)(job, self._metrics, self.pipe.now)
-        publisher = OutputPublisher(self.pipe, job, self._interval, measured, adapter, images)
+        publisher = OutputPublisher(self.pipe, job, self._publishers.__len__, measured, adapter, images)
         publisher.fallback = self._engine.fallback_for(request_of(job, job.prompts[0], adapter, images))
         if (visit := CURRENT.get()) is not None and visit.span is not None:
             publisher.span = InferSpan(visit.span, job, self._card.id)

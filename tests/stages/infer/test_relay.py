@@ -12,7 +12,7 @@ from penstock.engine import EngineRequest, RequestHandle
 from penstock.schemas.events import Delta, FinishReason, Started, TokenLogprob
 from penstock.schemas.params import GenerationParams
 from penstock.schemas.wire import codec
-from penstock.stages.infer.relay import OutputPublisher, messages, pause_behind
+from penstock.stages.infer.relay import OutputPublisher, messages, next_turn
 from penstock.stages.infer.request_metrics import RequestMetrics, WorkerMetrics
 
 
@@ -33,7 +33,7 @@ def test_what_many_choices_have_to_say_is_one_message(pipeline: Pipeline) -> Non
     async def scene() -> None:
         pipe, job = pipeline.pipe, validated("wide", pipeline.pipe)
         job = job.model_copy(update={"params": job.params.model_copy(update={"n": 40})})
-        publisher = OutputPublisher(pipe, job, lambda: 0.0, RequestMetrics(job, WorkerMetrics("model", "w0")))
+        publisher = OutputPublisher(pipe, job, lambda: 1, RequestMetrics(job, WorkerMetrics("model", "w0")))
         await publisher.relay(handle_of(40, [delta(choice, reason="stop") for choice in range(40)]))
         (message,) = await pipe.broker.replay("STREAM", pipe.outputs_of(job.tenant, job.id))
         started, *said = codec.decode_outputs(message.data)
@@ -55,21 +55,26 @@ def test_a_message_holds_no_more_than_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("deltas", "interval", "pause"),
+    ("events", "interval", "streams", "turn"),
     [
-        (1, 0.01, 0.01),
-        (2, 0.01, 0.02),
-        (30, 0.01, 0.3),
-        (128, 0.01, 0.5),
-        (4, 0.8, 0.8),
-        (30, 0.0, 0.0),
-        (0, 0.01, 0.01),
+        (1, 0.04, 1, 7.04),
+        (0, 0.04, 1, 7.04),
+        (4, 0.04, 1, 7.04),
+        (8, 0.04, 1, 7.08),
+        (30, 0.04, 1, 7.28),
+        (128, 0.04, 1, 7.48),
+        (1, 0.04, 40, 7.04),
+        (1, 0.04, 120, 7.12),
+        (1, 0.04, 1000, 7.48),
+        (4, 0.8, 1, 7.2),
+        (2, 0.0, 0, 7.01),
+        (2, 0.0, 100, 7.21),
     ],
 )
-def test_a_request_for_many_choices_makes_as_many_events_a_second_as_any(
-    deltas: int, interval: float, pause: float
+def test_streams_take_turns_together_and_time_passes_for_each_event(
+    events: int, interval: float, streams: int, turn: float
 ) -> None:
-    assert pause_behind(deltas, interval) == pytest.approx(pause)
+    assert next_turn(7.01, events, interval, streams) == pytest.approx(turn)
 
 
 async def test_a_pause_ends_with_the_last_delta() -> None:
@@ -90,3 +95,13 @@ async def test_a_pause_ends_in_time() -> None:
     handle = handle_of(1, [delta(0)])
     await handle.pause(0.001)
     assert not handle.finished
+
+
+def test_each_turn_is_an_interval_after_the_one_before() -> None:
+    for interval in (0.01, 0.04, 0.1, 1.0):
+        told = 12_345.6
+        for _ in range(1000):
+            turn = next_turn(told, 1, interval, 1)
+            assert 0 < turn - told < 1.001 * interval
+            assert told == 12_345.6 or turn - told > 0.999 * interval
+            told = turn
