@@ -13,7 +13,7 @@ from ..models import count_parameters
 from .machine import available_cores
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _ARENA_MAX = -3, -1, -8  # glibc's names for mallopt, see malloc.h
-_PAGE, _HUGEPAGE, _COLLAPSE = 2 << 20, 14, 25  # Linux's names for madvise, see mman.h
+_PAGE, _HUGEPAGE, _POPULATE, _COLLAPSE = 2 << 20, 14, 23, 25  # Linux's names for madvise, see mman.h
 _NICENESS = 5
 _SMALL_MODEL = 30_000_000  # parameters
 
@@ -83,6 +83,16 @@ def expect_large_pages(start: int, size: int) -> None:
     """Let memory that is not written yet, at an address and of so many bytes, come in pages of 2 MB; see above."""
     if sys.platform == "linux" and (whole := (start + size) // _PAGE - (first := -(-start // _PAGE))) > 0:
         _madvise()(first * _PAGE, whole * _PAGE, _HUGEPAGE)
+
+
+def populate(spans: Iterable[tuple[int, int]]) -> None:
+    """Have Linux allocate the pages of 2 MB at `spans`, addresses and bytes, whose contents stay as they are; it then
+    need not do so, and clear them, when they are first written. MADV_POPULATE_WRITE needs Linux 5.14."""
+    if sys.platform == "linux":
+        madvise = _madvise()
+        for start, size in spans:
+            first = start // _PAGE * _PAGE
+            madvise(first, -(-(start + size - first) // _PAGE) * _PAGE, _POPULATE)
 
 
 def _madvise() -> Callable[[int, int, int], int]:

@@ -36,7 +36,7 @@ from .decoding.experts import take_experts
 from .decoding.linear import Adaptable, Linear, MakeLinear, Views, release, replace_linears
 from .decoding.precision import in_float32
 from .decoding.turning import Orders, turned
-from .kv.kv_cache import LayerSpec, Pool
+from .kv.kv_cache import LayerSpec, Pool, populated
 from .layers import observe
 from .packing import Computed, LayerGroup, PackedStep, Segment, pack, rank
 from .probes import BLOCKS, SPLIT, TOLERANCE, image_probe, look, probe_ids, probes, probes_apart, stride_of
@@ -133,10 +133,8 @@ class Runner:
             LayerGroup(*group, count + 1, is_mutual=anywhere or group[0] is not None)
             for group, count in zip(self.groups, num_blocks, strict=True)
         ]
-        self._pools = [
-            self._attention.pool(spec, num_blocks[group] + 1)
-            for spec, group in zip(self.specs, self._group_of, strict=True)
-        ]
+        kinds = zip(self.specs, self._group_of, strict=True)
+        self._pools = populated([self._attention.pool(spec, num_blocks[group] + 1) for spec, group in kinds])
         self._graphs: DecodeGraphs | None = None  # set by `record_graphs`: those recorded before use the earlier pools
         if self._compiled is not None:
             self._compiled.attach(self._pools, self._packed_groups, self._group_of, self.block_size)

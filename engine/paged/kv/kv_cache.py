@@ -6,6 +6,7 @@ window and number of key-value heads; head sizes may differ within one.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,7 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...cpu.process import populate
+
+_ALL_LARGE = 4 << 20  # bytes of memory that is in pages of 2 MB, for the most part
 _LINE = 64  # bytes
+_SOON = 512 << 10  # bytes of each head's keys, and of its values, that the first requests take: some thousand tokens
 
 
 class LayerSpec(NamedTuple):
@@ -108,6 +113,25 @@ class PagePool(Pool):
         """Store [2 H, T, D] at slots [T]."""
         heads, size = self._slots.shape[2:]
         self._slots.index_copy_(1, slots, keys_values.view(2, heads, -1, size).transpose(1, 2))
+
+
+def populated(pools: list[Pool]) -> list[Pool]:
+    """These pools, for which Linux allocates the memory of the first blocks from now on, in a thread: a page for each
+    head of each layer, for which the first request would wait up to half a second."""
+    spans, kept = list[tuple[int, int]](), [*pools]  # which must not be freed meanwhile
+    for pool in pools:
+        parts = pool.memory.flatten(0, pool.axis - 1)
+        part = parts.stride(0) * parts.itemsize
+        if part >= _ALL_LARGE and parts.device.type == "cpu":
+            spans += [(parts.data_ptr() + index * part, _SOON) for index in range(len(parts))]
+
+    def allocate() -> None:
+        populate(spans)
+        kept.clear()
+
+    if spans:
+        threading.Thread(target=allocate, name="penstock-populate", daemon=True).start()
+    return pools
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
