@@ -236,7 +236,7 @@ class Driver:
             return [running.choice for running in self._running.values()]
 
     def _deliver(self, deltas: list[Delta]) -> None:
-        """Put deltas into their handles and wake the readers, with one call for each event loop."""
+        """Put deltas into their handles and wake the readers that wait, with one call for each event loop."""
         loops: dict[asyncio.AbstractEventLoop, dict[RequestHandle, None]] = {}
         with self._changed:
             for delta in deltas:
@@ -246,7 +246,8 @@ class Driver:
                 self.num_tokens += len(delta.token_ids)
                 if delta.finish_reason is not None:
                     del self._running[key]
-                loops.setdefault(handle.loop, {})[handle] = None
+                if handle.needs_wake or handle.loop.is_closed():
+                    loops.setdefault(handle.loop, {})[handle] = None
         for loop, handles in loops.items():
             try:
                 loop.call_soon_threadsafe(_wake, list(handles))

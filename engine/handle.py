@@ -37,7 +37,8 @@ def _join(parts: list[Delta]) -> Delta:
 class RequestHandle:
     """A running request; read it in the event loop that opened it.
 
-    Deltas arrive from the engine's thread through a deque, which needs no lock.
+    Deltas arrive from the engine's thread through a deque, which needs no lock. The thread wakes the loop only for a
+    reader that waits, or at the end: a loop that wakes for each token takes time from a model on the same cores.
     """
 
     def __init__(self, request: EngineRequest, cancel: Callable[[], None]) -> None:
@@ -49,14 +50,21 @@ class RequestHandle:
         self._cancel = cancel
         self._pending: deque[Delta] = deque()
         self._news = asyncio.Event()
+        self._waiting = False  # the reader, for any delta; set by `take`
         self._unfinished = request.params.n
         self._unput = request.params.n  # choices whose last delta has not been put; set by `put`
         self._pausing: asyncio.Future[None] | None = None  # set by `pause`
 
     def put(self, delta: Delta) -> None:
-        """Add a delta; the engine's thread calls this, then schedules `wake`."""
+        """Add a delta; the engine's thread calls this, then schedules `wake` if `needs_wake` says so."""
         self._pending.append(delta)
         self._unput -= delta.finish_reason is not None
+
+    @property
+    def needs_wake(self) -> bool:
+        """Whether the reader must hear of what has been put. The engine's thread asks behind `put`, and the reader looks
+        for deltas behind its word that it waits: so one of them sees the other's."""
+        return self._waiting or self._unput == 0
 
     def wake(self) -> None:
         """Wake the reader; called in `loop` after `put`."""
@@ -82,7 +90,10 @@ class RequestHandle:
         """
         while not self._pending and not self.finished:
             self._news.clear()
-            await self._news.wait()
+            self._waiting = True
+            if not self._pending:
+                await self._news.wait()
+            self._waiting = False
         deltas = merge(self._pending.popleft() for _ in range(len(self._pending)))
         self._unfinished -= sum(delta.finish_reason is not None for delta in deltas)
         self.finished = self._unfinished == 0

@@ -1,0 +1,50 @@
+"""The handle of a request between the engine's thread and an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from penstock.engine.handle import RequestHandle
+from penstock.engine.request import EngineRequest
+from penstock.schemas.events import Delta, FinishReason
+from penstock.schemas.params import GenerationParams
+
+
+def handle_of() -> RequestHandle:
+    return RequestHandle(EngineRequest(id="r", prompt=(1,), params=GenerationParams(), seed=0), lambda: None)
+
+
+def delta(index: int, reason: FinishReason | None = None) -> Delta:
+    return Delta("r", 1, 0, index, (index,), "x", None, reason)
+
+
+async def test_a_reader_takes_what_comes_as_it_begins_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's thread wakes only who waits: one that puts a delta just before leaves it to be seen."""
+    handle, clear, woken = handle_of(), asyncio.Event.clear, list[bool]()
+
+    def clear_and_put(event: asyncio.Event) -> None:
+        clear(event)
+        handle.put(delta(0))
+        woken.append(handle.needs_wake)
+
+    monkeypatch.setattr(asyncio.Event, "clear", clear_and_put)
+    async with asyncio.timeout(20):
+        assert [one.index for one in await handle.take()] == [0]
+    assert woken == [False]
+
+
+async def test_a_reader_that_pauses_is_left_alone_until_the_end() -> None:
+    handle = handle_of()
+    waiting = asyncio.create_task(handle.take())
+    await asyncio.sleep(0)
+    handle.put(delta(0))
+    assert handle.needs_wake
+    handle.wake()
+    assert [one.index for one in await waiting] == [0]
+    handle.put(delta(1))
+    assert not handle.needs_wake
+    handle.put(delta(2, "stop"))
+    assert handle.needs_wake
+    assert [one.token_ids for one in await handle.take()] == [(1, 2)]
