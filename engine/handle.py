@@ -62,8 +62,8 @@ class RequestHandle:
 
     @property
     def needs_wake(self) -> bool:
-        """Whether the reader must hear of what has been put. The engine's thread asks behind `put`, and the reader looks
-        for deltas behind its word that it waits: so one of them sees the other's."""
+        """Whether the reader must hear of what has been put. The engine's thread asks behind `put`, and the reader
+        looks for deltas behind its word that it waits: so one of them sees the other's."""
         return self._waiting or self._unput == 0
 
     def wake(self) -> None:
