@@ -170,7 +170,8 @@ class Kernels:
 
     def draw(self, logits: Tensor, params: Sequence[DrawParams]) -> list[int]:
         """Draw a token from logits [R, V] for each of `params`; -1 where none is possible or the logits hold NaN."""
-        logits, width, threads = logits.float().contiguous(), logits.shape[-1], torch.get_num_threads()
+        logits, width = logits.float().contiguous(), logits.shape[-1]
+        threads = min(torch.get_num_threads(), max(1, len(params)))
         room = 2 * threads * -(-width // BLOCK) * BLOCK
         if len(self._room) < room:
             self._room = torch.empty(room)

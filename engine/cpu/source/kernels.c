@@ -87,6 +87,7 @@ typedef struct {
     int64_t most_rank;           /* a multiple of 16 */
     float epsilon, scale, softcap; /* `scale` of the embeddings; `softcap` of the logits, 0 for none */
     float logit_scale;
+    int64_t slept; /* nanoseconds for which threads of the last step waited for others; set by `step` */
 } Model;
 
 /* One token of a step; `tables` holds the blocks of its sequence in each group's pools, [groups, width]. */
@@ -1048,7 +1049,7 @@ static int64_t add_run(Run *runs, int64_t count, const Token *tokens, int64_t ro
    must have cosines and sines for every position of a rotation. Writes the wanted `logits` [kept, V] and the ids of
    their maxima, `best` [kept], -1 where the maximum is not finite. Returns 0; or 1, having computed nothing, for an
    id without an embedding, a feature that is not there, a token without a block, or a state without a slot. */
-int64_t step(const Model *m, const int64_t *segments, int64_t count, float *logits, int64_t *best) {
+int64_t step(Model *m, const int64_t *segments, int64_t count, float *logits, int64_t *best) {
     Token tokens[MOST_ROWS], last[MOST_ROWS];
     Run runs[MOST_ROWS], last_runs[MOST_ROWS];
     Stretch stretches[MOST_ROWS];
@@ -1085,6 +1086,7 @@ int64_t step(const Model *m, const int64_t *segments, int64_t count, float *logi
     Step step = {{0},  m,    tokens,    rows,          runs,   num_runs, keep,
                  kept, last, last_runs, num_last_runs, logits, most,     best, strides};
     run_threads(compute_step, &step, m->threads);
+    m->slept = step.team.slept;
     return 0;
 }
 

@@ -9,6 +9,7 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <time.h>
 #ifdef __linux__
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -30,6 +31,7 @@ typedef struct {
     _Atomic uint64_t taken; /* of a loop, whose number is in the upper half: how many items threads have taken */
     atomic_flag lock;
     _Atomic uint32_t arrived, round, asleep; /* threads at the barrier, barriers passed, threads that may sleep there */
+    _Atomic int64_t slept; /* nanoseconds for which threads slept there, of all together */
 } Team;
 
 typedef struct {
@@ -75,6 +77,12 @@ static inline void wake_all(_Atomic uint32_t *word) {
 #endif
 }
 
+static inline int64_t nanoseconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
 /* Wait for all threads. Each must call it. */
 static inline void wait_for_all(const Thread *t) {
     Team *team = t->team;
@@ -90,9 +98,11 @@ static inline void wait_for_all(const Thread *t) {
         if (atomic_load_explicit(&team->round, memory_order_acquire) != round) return;
         pause_shortly();
     }
+    const int64_t began = nanoseconds();
     atomic_fetch_add(&team->asleep, 1);
     while (atomic_load(&team->round) == round) sleep_while(&team->round, round);
     atomic_fetch_sub(&team->asleep, 1);
+    atomic_fetch_add_explicit(&team->slept, nanoseconds() - began, memory_order_relaxed);
 }
 
 static inline void lock(Team *team) {

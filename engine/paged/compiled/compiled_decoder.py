@@ -33,6 +33,7 @@ from ..decoding.mixtures import Routed, used_of
 from ..decoding.rows import table_of
 from ..kv.kv_cache import Pool
 from ..packing import Computed, LayerGroup, Segment
+from .crew import Crew
 from .fields import LayerFields, ModelFields
 from .remembering import Remembering, slots_of
 from .showing import Shown, last_position, show, turn
@@ -57,6 +58,7 @@ class CompiledDecoder:
     def __init__(self, decoder: Decoder, kernels: Kernels, dtype: torch.dtype, context_length: int) -> None:
         """One that `of` has found to fit."""
         self._decoder, self._kernels, self._dtype = decoder, kernels, dtype
+        self._crew = Crew(torch.get_num_threads())
         self._tensors: list[Tensor] = []  # kept alive: the structures hold their addresses
         self._beside: list[Beside] = []  # of the layers that have it
         self._replaced = decoder.replaced
@@ -85,7 +87,6 @@ class CompiledDecoder:
         self._table = table_of(decoder.embedding, decoder.rows, decoder.embedding.dtype, self._address)
         self._model = model = ModelFields(
             half=dtype == torch.bfloat16,
-            threads=torch.get_num_threads(),
             num_layers=len(self._layers),
             vocabulary=len(decoder.embedding),
             embedding=embedding,
@@ -236,7 +237,7 @@ class CompiledDecoder:
             sampled.extend([index] * (len(ids) if scores else wanted))
         best, (address, _) = array("q", bytes(8 * len(sampled))), numbers.buffer_info()
         buffers = address, len(segments), self._logits.data_ptr(), best.buffer_info()[0]
-        if self._kernels.library.step(ctypes.byref(self._model), *buffers):
+        if self._crew.run(self._kernels.library.step, self._model, *buffers):
             raise IndexError(f"a token has no block, slot or place in the vocabulary of {self._model.vocabulary}")
         return Computed(self._rows[len(sampled)], sampled, best)
 

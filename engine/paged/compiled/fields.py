@@ -43,4 +43,5 @@ class ModelFields(ctypes.Structure):
         *((name, _POINTER) for name in ("levels", "room", "low", "after", "beside", "layer_inputs", "features")),
         *((name, _INT) for name in ("num_features", "num_deep", "most_rank")),
         *((name, _FLOAT) for name in ("epsilon", "scale", "softcap", "logit_scale")),
+        ("slept", _INT),
     ]
