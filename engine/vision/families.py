@@ -8,10 +8,13 @@ need another scheduler. Knows no torch and no transformers. Source of each rule:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import product
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ...schemas.errors import ModelLoadError
+from .tiling import TilingProcessor
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # files with the settings of an image processor
 
@@ -39,7 +42,8 @@ class Family(NamedTuple):
     layers with a window. `defaults` are settings of the image processor for those that its file leaves open. `bounded`,
     of a family whose processor chooses the size of pictures by itself, are options for that processor, by which a
     picture has at least and at most so many pixels. `settings` are those of the processor of a checkpoint without a
-    file for it. `may_be_blind`: a checkpoint without an image processor is one of its language model."""
+    file for it. `may_be_blind`: a checkpoint without an image processor is one of its language model. `prepares` makes
+    the image processor of a model's directory where transformers has none for Pillow."""
 
     grid: Callable[[Config, Mapping[str, Any]], Grid]
     write: Callable[[Config, Grid, str], str]
@@ -55,6 +59,7 @@ class Family(NamedTuple):
     may_be_blind: bool = False
     bounded: Callable[[Any, int | None, int | None], dict[str, Any]] | None = None
     settings: Callable[[Config], dict[str, Any]] | None = None
+    prepares: Callable[[Path], Callable[..., Mapping[str, Any]]] | None = None
 
 
 def family_of(config: Config) -> Family | None:
@@ -186,6 +191,26 @@ def _write_pixtral(config: Config, grid: Grid, mark: str) -> str:
     return "[IMG_BREAK]".join([mark * columns] * rows) + "[IMG_END]"
 
 
+def _tiles(_: Config, made: Mapping[str, Any]) -> Grid:
+    found: Grid = made["tiles"]
+    return found
+
+
+def _write_lfm(_: Config, grid: Grid, mark: str) -> str:
+    rows, columns, tile, whole, is_marked = grid
+    parts = []
+    if rows * columns > 1:
+        for row, column in product(range(1, rows + 1), range(1, columns + 1)):
+            parts.append((f"<|img_row_{row}_col_{column}|>", mark * tile))
+        if whole:
+            parts.append(("<|img_thumbnail|>", mark * whole))
+    else:
+        parts.append(("", mark * whole))
+    if not is_marked:
+        return "".join(text for _, text in parts)
+    return f"<|image_start|>{''.join(map(''.join, parts))}<|image_end|>"
+
+
 def _crops(_: Config, made: Mapping[str, Any]) -> Grid:
     return (int(made["num_crops"][0]),)
 
@@ -262,6 +287,7 @@ FAMILIES: dict[str, Family] = {
     "llava": Family(_shape, _write_llava, blocks=("vision_tower.encoder.layers",)),
     "idefics3": _TILES,
     "smolvlm": _TILES,
+    "lfm2_vl": Family(_tiles, _write_lfm, tiles=0, prepares=TilingProcessor),
     "internvl": Family(_count, _write_internvl, lambda _: {"crop_to_patches": True}, tiles=0),
     "mistral3": _PIXTRAL,
     "qwen2_vl": _QWEN,

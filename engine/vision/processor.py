@@ -1,7 +1,7 @@
 """A model's image processor: pictures to tensors, and the text that stands for them in a prompt.
 
-transformers' own processors do the work on pictures, in their version for Pillow; importing them takes seconds, so
-nothing is loaded before the first image.
+transformers' own processors do the work on pictures, in their version for Pillow, where there is one; importing them
+takes seconds, so nothing is loaded before the first image.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ if TYPE_CHECKING:  # light processes do without it
     from numpy.typing import NDArray
 
 MOST_GRIDS = 4096  # images whose grids are remembered; a chat sends the same ones with every turn
-_MODEL_INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes", "image_position_ids")
+_MODEL_INPUTS = (
+    *("pixel_values", "pixel_attention_mask", "spatial_shapes"),
+    *("image_grid_thw", "image_sizes", "image_position_ids"),
+)
 
 
 class ImagePrompt(NamedTuple):
@@ -174,6 +177,8 @@ class VisionProcessor:
     @cached_property
     def _images(self) -> Any:
         with self._lock:
+            if self._family.prepares is not None:
+                return self._family.prepares(self._path)
             import transformers
 
             library: Any = transformers  # most of it is not typed

@@ -199,6 +199,34 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 32, "width": 32}, "max_patches": 4},
     ),
+    "lfm2_vl": (  # larger images become tiles, with a view of the whole
+        [
+            *("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"),
+            *(f"<|img_row_{row}_col_{column}|>" for row, column in ((1, 1), (1, 2), (2, 1), (2, 2), (3, 1))),
+        ],
+        {
+            "text_config": _TEXT
+            | {
+                "model_type": "lfm2",
+                "layer_types": ["conv", "full_attention", "conv"],
+                "block_auto_adjust_ff_dim": False,
+                "tie_word_embeddings": True,
+            },
+            "vision_config": _SIGLIP
+            | {"model_type": "siglip2_vision_model", "num_patches": 16, "vision_use_head": False},
+            "projector_hidden_size": 48,
+            "downsample_factor": 2,
+            "tie_word_embeddings": True,
+        },
+        {
+            "image_processor_type": "Lfm2VlImageProcessorFast",
+            "encoder_patch_size": 8,
+            "tile_size": 32,
+            "min_image_tokens": 2,
+            "max_image_tokens": 8,
+            "max_tiles": 4,
+        },
+    ),
     "gemma3": (  # an image has more tokens than the window, and than some steps
         ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
         {

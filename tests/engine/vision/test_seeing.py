@@ -39,10 +39,10 @@ ConfigOf = Callable[..., EngineConfig]
 Truth = Callable[[str], tuple[list[EngineRequest], list[Tokens]]]
 all_families = pytest.mark.parametrize("family", FAMILIES)
 # One with plain positions, one with tokens between those of an image, one with three dimensions and deepstack.
-# And those whose image tokens see each other, one whose layers share keys and have inputs of their own, and one that
-# keeps running states.
+# And those whose image tokens see each other, one whose layers share keys and have inputs of their own, and two that
+# keep running states.
 some_families = pytest.mark.parametrize(
-    "family", ["llava", "smolvlm", "qwen3_vl", "gemma3", "gemma4", "gemma4_e", "qwen3_5"]
+    "family", ["llava", "smolvlm", "qwen3_vl", "gemma3", "gemma4", "gemma4_e", "qwen3_5", "lfm2_vl"]
 )
 
 
@@ -139,11 +139,13 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
     lengths = [len(request.prompt) for request in requests]
     longest = max(lengths) + COUNT
     block, blocks = files.cache(16, 1), longest // 16 + 2
-    if family in ("gemma4", "gemma4_e"):  # whose images take more tokens than what is generated
-        # For all prompts, but not for their answers.
+    if family in ("gemma4", "gemma4_e", "lfm2_vl"):  # for all prompts, but not for their answers
         blocks = sum(-(-one // 16) for one in lengths) + 1
+    if family in ("gemma4", "gemma4_e"):
         block = 16 * (4 if family == "gemma4" else 3) * 2 * 2 * 16 * 4
-    states = 3 * LEAST_STATES * files.states() // STATES
+    states = 3 * files.states()
+    if family != "lfm2_vl":  # whose states are small: all that are wanted get room
+        states = states * LEAST_STATES // STATES
     memory = ByteSize(blocks * block + states)
     backend = PagedBackend(config_of(family, kv_cache_memory=memory, max_batch_size=3, max_sequence_length=longest))
     assert backend.runner.vision is not None
@@ -167,6 +169,8 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("gemma3", {"quantization": "int4"}),
         ("gemma4", {}),
         ("gemma4_e", {"quantization": "int8"}),
+        ("lfm2_vl", {}),
+        ("lfm2_vl", {"quantization": "int4"}),
         ("llava", {"quantization": "int8"}),
         ("mistral3", {"compile_kernels": False}),
     ],
@@ -182,7 +186,7 @@ def test_other_numbers_see_as_well(family: str, changes: dict[str, Any], start: 
     assert engine.generate(one, GREEDY).stats.cached_tokens > 0
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3_5"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3_5", "lfm2_vl"])
 def test_the_same_words_about_another_picture_share_no_block(family: str, start: Start) -> None:
     engine, cold = start(family), start(family)
     text = f"{engine.image_mark} What do you see, in as many words as you can find for all of it?"
@@ -262,7 +266,7 @@ def test_gemma_4_shows_more_or_fewer_tokens(start: Start, reference_of: Callable
         assert engine.generate(prompt, GREEDY).token_ids == wanted
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "internvl"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "internvl", "lfm2_vl"])
 def test_pixels_are_bounded(family: str, start: Start) -> None:
     few, many = start(family, max_pixels=56 * 56), start(family)
     prompt = ImageText(f"{few.image_mark} Well?", (picture(160, 90),))

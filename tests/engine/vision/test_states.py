@@ -1,4 +1,5 @@
-"""Running states that have passed images: Qwen 3.5, whose layers mostly keep one in the place of keys and values.
+"""Running states that have passed images: Qwen 3.5 and LFM2, whose layers mostly keep one in the place of keys and
+values.
 
 The oracle is transformers' own generation, one prompt at a time. `test_seeing.py` has what holds for all families.
 """
@@ -33,7 +34,7 @@ Truth = Callable[[InferenceEngine, Sequence[Prompt]], Answers]
 has_kernels = pytest.mark.skipif(not {*cpu_flags().split()} >= KERNEL_FLAGS, reason="the kernels need AVX2")
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_moe"])
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_moe", "lfm2_vl"])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
