@@ -43,7 +43,8 @@ class Family(NamedTuple):
     of a family whose processor chooses the size of pictures by itself, are options for that processor, by which a
     picture has at least and at most so many pixels. `settings` are those of the processor of a checkpoint without a
     file for it. `may_be_blind`: a checkpoint without an image processor is one of its language model. `prepares` makes
-    the image processor of a model's directory where transformers has none for Pillow."""
+    the image processor of a model's directory where transformers has none for Pillow. `narrows`: the tower takes pixels
+    in the dtype of its weights alone."""
 
     grid: Callable[[Config, Mapping[str, Any]], Grid]
     write: Callable[[Config, Grid, str], str]
@@ -60,6 +61,7 @@ class Family(NamedTuple):
     bounded: Callable[[Any, int | None, int | None], dict[str, Any]] | None = None
     settings: Callable[[Config], dict[str, Any]] | None = None
     prepares: Callable[[Path], Callable[..., Mapping[str, Any]]] | None = None
+    narrows: bool = False
 
 
 def family_of(config: Config) -> Family | None:
@@ -253,8 +255,22 @@ def _budget(processor: Any, fewest: int | None, most: int | None) -> dict[str, A
     return {"max_soft_tokens": found}
 
 
+def _bounds(processor: Any, fewest: int | None, most: int | None) -> dict[str, Any]:
+    """What these call edges are pixels."""
+    if fewest is None and most is None:
+        return {}
+    most = most or processor.size["longest_edge"]
+    return {"size": {"shortest_edge": min(fewest or processor.size["shortest_edge"], most), "longest_edge": most}}
+
+
 _BUDGETS = 70, 140, 280, 560, 1120  # tokens of an image that Gemma 4's processor allows
-_QWEN = Family(_patches, _write_patches, merge=_merge, blocks=("visual.blocks", "visual.deepstack_merger_list"))
+_QWEN = Family(
+    _patches,
+    _write_patches,
+    merge=_merge,
+    blocks=("visual.blocks", "visual.deepstack_merger_list"),
+    bounded=_bounds,
+)
 _TILES = Family(_rows, _write_tiles, lambda _: {"return_row_col_info": True}, is_rigid=True, tiles=1)
 _PIXTRAL = Family(
     _sizes,
@@ -289,6 +305,7 @@ FAMILIES: dict[str, Family] = {
     "smolvlm": _TILES,
     "lfm2_vl": Family(_tiles, _write_lfm, tiles=0, prepares=TilingProcessor),
     "internvl": Family(_count, _write_internvl, lambda _: {"crop_to_patches": True}, tiles=0),
+    "lfm3_vl": _QWEN._replace(merge=lambda _: 0, blocks=("vision_tower.layers",), narrows=True),
     "mistral3": _PIXTRAL,
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,

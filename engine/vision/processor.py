@@ -59,6 +59,7 @@ class VisionProcessor:
         self.mutual, self.in_windows = family.mutual(config), family.in_windows
         self.merge = family.merge(config)
         self.is_rigid, self.tiles, self.blocks = family.is_rigid, family.tiles, family.blocks
+        self.narrows = family.narrows
 
     @classmethod
     def of(cls, path: Path) -> Self | None:
@@ -161,13 +162,8 @@ class VisionProcessor:
         options = self._family.options(self._config)
         if self._family.bounded is not None:
             options |= self._family.bounded(self._images, limits.fewest, limits.most)
-        elif not self.merge:
+        else:
             picture = within(picture, limits)
-        if self.merge and limits.pixels != (None, None):  # these processors have limits of their own
-            own = dict(self._images.size)
-            own |= {"shortest_edge": limits.fewest} if limits.fewest else {}
-            own |= {"longest_edge": limits.most} if limits.most else {}
-            options |= {"size": own | {"shortest_edge": min(own["shortest_edge"], own["longest_edge"])}}
         try:
             found: Mapping[str, Any] = self._images(images=[picture], return_tensors="np", **options)
         except ValueError as error:

@@ -227,6 +227,33 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
             "max_tiles": 4,
         },
     ),
+    "lfm3_vl": (  # patches as in the Qwen models, but plain positions
+        ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
+        {
+            "text_config": _TEXT
+            | {
+                "model_type": "lfm3",
+                "head_dim": 16,
+                "layer_types": ["conv", "sliding_attention", "full_attention"],
+                "sliding_window": 20,
+                "conv_L_cache": 5,
+                "tie_word_embeddings": True,
+            },
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 3,
+                "layer_types": ["conv", "full_attention", "conv"],
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "patch_size": 14,
+                "initializer_range": 0.3,
+            },
+            "projector_hidden_size": 48,
+            "tie_word_embeddings": True,
+        },
+        {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 56 * 56, "max_pixels": 112 * 112},
+    ),
     "gemma3": (  # an image has more tokens than the window, and than some steps
         ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
         {

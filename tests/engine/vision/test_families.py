@@ -55,7 +55,9 @@ def test_tiles_are_written_as_by_transformers(kind: str, theirs: Any, rows: int,
 
 
 @pytest.mark.parametrize("grid", [(1, 4, 6), (1, 36, 2)])
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "lfm3_vl"]
+)
 def test_patches_are_written_as_by_transformers(kind: str, grid: tuple[int, int, int]) -> None:
     made = {"image_grid_thw": np.array([grid])}
     own = SimpleNamespace(image_token="*", image_processor=SimpleNamespace(merge_size=2))

@@ -42,7 +42,7 @@ all_families = pytest.mark.parametrize("family", FAMILIES)
 # And those whose image tokens see each other, one whose layers share keys and have inputs of their own, and two that
 # keep running states.
 some_families = pytest.mark.parametrize(
-    "family", ["llava", "smolvlm", "qwen3_vl", "gemma3", "gemma4", "gemma4_e", "qwen3_5", "lfm2_vl"]
+    "family", ["llava", "smolvlm", "qwen3_vl", "gemma3", "gemma4", "gemma4_e", "qwen3_5", "lfm2_vl", "lfm3_vl"]
 )
 
 
@@ -116,7 +116,10 @@ def test_a_picture_is_seen_as_transformers_sees_it(family: str, start: Start, tr
     assert [output.token_ids for output in again] == wanted[:2]
     for output, request in zip(again, requests[:2], strict=True):
         assert output.stats.cached_tokens == (len(request.prompt) - 1) // 16 * 16
-    assert engine.model_info().slow_paths == (), "decoding is compiled, as for text"
+    if family == "lfm3_vl":  # as for text
+        assert engine.model_info().slow_paths == ("decoding is not compiled: LanguageModel is not a plain decoder",)
+    else:
+        assert engine.model_info().slow_paths == (), "decoding is compiled, as for text"
 
 
 @all_families
@@ -144,7 +147,7 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
     if family in ("gemma4", "gemma4_e"):
         block = 16 * (4 if family == "gemma4" else 3) * 2 * 2 * 16 * 4
     states = 3 * files.states()
-    if family != "lfm2_vl":  # whose states are small: all that are wanted get room
+    if family not in ("lfm2_vl", "lfm3_vl"):  # whose states are small: all that are wanted get room
         states = states * LEAST_STATES // STATES
     memory = ByteSize(blocks * block + states)
     backend = PagedBackend(config_of(family, kv_cache_memory=memory, max_batch_size=3, max_sequence_length=longest))
@@ -171,6 +174,8 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("gemma4_e", {"quantization": "int8"}),
         ("lfm2_vl", {}),
         ("lfm2_vl", {"quantization": "int4"}),
+        ("lfm3_vl", {}),
+        ("lfm3_vl", {"quantization": "int8"}),
         ("llava", {"quantization": "int8"}),
         ("mistral3", {"compile_kernels": False}),
     ],
@@ -266,14 +271,14 @@ def test_gemma_4_shows_more_or_fewer_tokens(start: Start, reference_of: Callable
         assert engine.generate(prompt, GREEDY).token_ids == wanted
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "internvl", "lfm2_vl"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "internvl", "lfm2_vl", "lfm3_vl"])
 def test_pixels_are_bounded(family: str, start: Start) -> None:
     few, many = start(family, max_pixels=56 * 56), start(family)
     prompt = ImageText(f"{few.image_mark} Well?", (picture(160, 90),))
     (small,), (large,) = (requests_of(engine, [prompt], GREEDY) for engine in (few, many))
     assert len(small.prompt) <= len(large.prompt)
     assert few.generate(prompt, GREEDY).token_ids != many.generate(prompt, GREEDY).token_ids
-    if family == "qwen2_5_vl":
+    if family in ("qwen2_5_vl", "lfm3_vl"):
         assert len(small.prompt) < len(large.prompt)
         least = start(family, min_pixels=84 * 112)
         (larger,) = requests_of(least, [ImageText(prompt.text, (picture(30, 30),))], GREEDY)
