@@ -8,13 +8,12 @@ need another scheduler. Knows no torch and no transformers. Source of each rule:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ...schemas.errors import ModelLoadError
-from .tiling import TilingProcessor
+from .tiling import TilingProcessor, write_tiles
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # files with the settings of an image processor
 
@@ -193,26 +192,6 @@ def _write_pixtral(config: Config, grid: Grid, mark: str) -> str:
     return "[IMG_BREAK]".join([mark * columns] * rows) + "[IMG_END]"
 
 
-def _tiles(_: Config, made: Mapping[str, Any]) -> Grid:
-    found: Grid = made["tiles"]
-    return found
-
-
-def _write_lfm(_: Config, grid: Grid, mark: str) -> str:
-    rows, columns, tile, whole, is_marked = grid
-    parts = []
-    if rows * columns > 1:
-        for row, column in product(range(1, rows + 1), range(1, columns + 1)):
-            parts.append((f"<|img_row_{row}_col_{column}|>", mark * tile))
-        if whole:
-            parts.append(("<|img_thumbnail|>", mark * whole))
-    else:
-        parts.append(("", mark * whole))
-    if not is_marked:
-        return "".join(text for _, text in parts)
-    return f"<|image_start|>{''.join(map(''.join, parts))}<|image_end|>"
-
-
 def _crops(_: Config, made: Mapping[str, Any]) -> Grid:
     return (int(made["num_crops"][0]),)
 
@@ -263,6 +242,12 @@ def _bounds(processor: Any, fewest: int | None, most: int | None) -> dict[str, A
     return {"size": {"shortest_edge": min(fewest or processor.size["shortest_edge"], most), "longest_edge": most}}
 
 
+def _frame_bounds(processor: Any, fewest: int | None, most: int | None) -> dict[str, Any]:
+    """These count the pixels of all frames that a patch would have in a video."""
+    frames = processor.temporal_patch_size
+    return _bounds(processor, *(None if count is None else count * frames for count in (fewest, most)))
+
+
 _BUDGETS = 70, 140, 280, 560, 1120  # tokens of an image that Gemma 4's processor allows
 _QWEN = Family(
     _patches,
@@ -271,6 +256,7 @@ _QWEN = Family(
     blocks=("visual.blocks", "visual.deepstack_merger_list"),
     bounded=_bounds,
 )
+_GLM = _QWEN._replace(blocks=("visual.blocks",), bounded=_frame_bounds)
 _TILES = Family(_rows, _write_tiles, lambda _: {"return_row_col_info": True}, is_rigid=True, tiles=1)
 _PIXTRAL = Family(
     _sizes,
@@ -303,8 +289,16 @@ FAMILIES: dict[str, Family] = {
     "llava": Family(_shape, _write_llava, blocks=("vision_tower.encoder.layers",)),
     "idefics3": _TILES,
     "smolvlm": _TILES,
-    "lfm2_vl": Family(_tiles, _write_lfm, tiles=0, prepares=TilingProcessor),
+    "lfm2_vl": Family(
+        lambda _, made: tuple(made["tiles"]),
+        lambda _, grid, mark: write_tiles(grid, mark),
+        tiles=0,
+        prepares=TilingProcessor,
+    ),
     "internvl": Family(_count, _write_internvl, lambda _: {"crop_to_patches": True}, tiles=0),
+    "glm4v": _GLM,
+    "glm4v_moe": _GLM,
+    "glm46v": _GLM,
     "lfm3_vl": _QWEN._replace(merge=lambda _: 0, blocks=("vision_tower.layers",), narrows=True),
     "mistral3": _PIXTRAL,
     "qwen2_vl": _QWEN,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -166,6 +167,19 @@ class TilingProcessor:
         side = self._patch
         squares = numbers.unfold(1, side, side).unfold(2, side, side)  # [3, rows, columns, P, P]
         return squares.permute(1, 2, 3, 4, 0).flatten(2).flatten(0, 1)
+
+
+def write_tiles(tiles: Sequence[int], mark: str) -> str:
+    """The text that stands for a picture with these `tiles`, where `mark` is the text of one token."""
+    rows, columns, tile, whole, is_marked = tiles
+    parts = [("", mark * whole)]
+    if rows * columns > 1:
+        each = product(range(1, rows + 1), range(1, columns + 1))
+        parts = [(f"<|img_row_{row}_col_{column}|>", mark * tile) for row, column in each]
+        parts += [("<|img_thumbnail|>", mark * whole)] if whole else []
+    if not is_marked:
+        return "".join(text for _, text in parts)
+    return f"<|image_start|>{''.join(map(''.join, parts))}<|image_end|>"
 
 
 def _read(file: Path) -> dict[str, Any]:

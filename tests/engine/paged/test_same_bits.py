@@ -30,7 +30,7 @@ LONG = "".join(f"Line {number} of a prompt that is longer than the rest. " for n
 
 Answer = list[TokenLogprob]
 families = pytest.mark.parametrize(
-    "family", ["llava", "smolvlm", "qwen2_vl", "qwen3_vl", "gemma4_e", "qwen3_5", "lfm2_vl"]
+    "family", ["llava", "smolvlm", "qwen2_vl", "qwen3_vl", "gemma4_e", "qwen3_5", "lfm2_vl", "glm4v"]
 )
 dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 

@@ -42,7 +42,7 @@ all_families = pytest.mark.parametrize("family", FAMILIES)
 # And those whose image tokens see each other, one whose layers share keys and have inputs of their own, and two that
 # keep running states.
 some_families = pytest.mark.parametrize(
-    "family", ["llava", "smolvlm", "qwen3_vl", "gemma3", "gemma4", "gemma4_e", "qwen3_5", "lfm2_vl", "lfm3_vl"]
+    "family", ["llava", "smolvlm", "qwen3_vl", "gemma3", "gemma4", "gemma4_e", "qwen3_5", "lfm2_vl", "lfm3_vl", "glm4v"]
 )
 
 
@@ -116,7 +116,7 @@ def test_a_picture_is_seen_as_transformers_sees_it(family: str, start: Start, tr
     assert [output.token_ids for output in again] == wanted[:2]
     for output, request in zip(again, requests[:2], strict=True):
         assert output.stats.cached_tokens == (len(request.prompt) - 1) // 16 * 16
-    if family == "lfm3_vl":  # as for text
+    if family in ("lfm3_vl", "glm4v_moe"):  # as for text
         assert engine.model_info().slow_paths == ("decoding is not compiled: LanguageModel is not a plain decoder",)
     else:
         assert engine.model_info().slow_paths == (), "decoding is compiled, as for text"
@@ -174,6 +174,9 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("gemma4_e", {"quantization": "int8"}),
         ("lfm2_vl", {}),
         ("lfm2_vl", {"quantization": "int4"}),
+        ("glm4v", {}),
+        ("glm4v", {"quantization": "int4"}),
+        ("glm4v_moe", {"quantization": "int8"}),
         ("lfm3_vl", {}),
         ("lfm3_vl", {"quantization": "int8"}),
         ("llava", {"quantization": "int8"}),
@@ -271,15 +274,16 @@ def test_gemma_4_shows_more_or_fewer_tokens(start: Start, reference_of: Callable
         assert engine.generate(prompt, GREEDY).token_ids == wanted
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "internvl", "lfm2_vl", "lfm3_vl"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "internvl", "lfm2_vl", "lfm3_vl", "glm4v"])
 def test_pixels_are_bounded(family: str, start: Start) -> None:
     few, many = start(family, max_pixels=56 * 56), start(family)
     prompt = ImageText(f"{few.image_mark} Well?", (picture(160, 90),))
     (small,), (large,) = (requests_of(engine, [prompt], GREEDY) for engine in (few, many))
     assert len(small.prompt) <= len(large.prompt)
     assert few.generate(prompt, GREEDY).token_ids != many.generate(prompt, GREEDY).token_ids
-    if family in ("qwen2_5_vl", "lfm3_vl"):
+    if family in ("qwen2_5_vl", "lfm3_vl", "glm4v"):
         assert len(small.prompt) < len(large.prompt)
+        assert small.images[0].grid[1] * small.images[0].grid[2] * 14 * 14 <= 56 * 56
         least = start(family, min_pixels=84 * 112)
         (larger,) = requests_of(least, [ImageText(prompt.text, (picture(30, 30),))], GREEDY)
         assert larger.images[0].grid[1] * larger.images[0].grid[2] * 14 * 14 >= 84 * 112
