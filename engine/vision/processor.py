@@ -174,7 +174,8 @@ class VisionProcessor:
     def _images(self) -> Any:
         with self._lock:
             if self._family.prepares is not None:
-                return self._family.prepares(self._path)
+                with self._settings() as directory:
+                    return self._family.prepares(directory)
             import transformers
 
             library: Any = transformers  # most of it is not typed

@@ -215,8 +215,12 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
                 "block_auto_adjust_ff_dim": False,
                 "tie_word_embeddings": True,
             },
-            "vision_config": _SIGLIP
-            | {"model_type": "siglip2_vision_model", "num_patches": 16, "vision_use_head": False},
+            "vision_config": {
+                "model_type": "siglip2_vision_model",
+                **{name: value for name, value in _SIGLIP.items() if name != "image_size"},
+                "num_patches": 16,
+                "vision_use_head": False,
+            },
             "projector_hidden_size": 48,
             "downsample_factor": 2,
             "tie_word_embeddings": True,
