@@ -118,6 +118,14 @@ SHAPES: dict[str, dict[str, object]] = {
     "lfm2_moe": _REMEMBERING
     | _EXPERTS
     | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, "routed_scaling_factor": 1.5},
+    "lfm3": _REMEMBERING
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+        "sliding_window": 16,
+        "head_dim": 16,
+        "conv_L_cache": 5,
+    },
     "nemotron_h": _SMALL
     | {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],

@@ -8,10 +8,12 @@ need another scheduler. Knows no torch and no transformers. Source of each rule:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ...schemas.errors import ModelLoadError
+from .tiling import TilingProcessor, write_tiles
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # files with the settings of an image processor
 
@@ -39,7 +41,9 @@ class Family(NamedTuple):
     layers with a window. `defaults` are settings of the image processor for those that its file leaves open. `bounded`,
     of a family whose processor chooses the size of pictures by itself, are options for that processor, by which a
     picture has at least and at most so many pixels. `settings` are those of the processor of a checkpoint without a
-    file for it. `may_be_blind`: a checkpoint without an image processor is one of its language model."""
+    file for it. `may_be_blind`: a checkpoint without an image processor is one of its language model. `prepares` makes
+    the image processor of a model's directory where transformers has none for Pillow. `narrows`: the tower takes pixels
+    in the dtype of its weights alone."""
 
     grid: Callable[[Config, Mapping[str, Any]], Grid]
     write: Callable[[Config, Grid, str], str]
@@ -55,6 +59,8 @@ class Family(NamedTuple):
     may_be_blind: bool = False
     bounded: Callable[[Any, int | None, int | None], dict[str, Any]] | None = None
     settings: Callable[[Config], dict[str, Any]] | None = None
+    prepares: Callable[[Path], Callable[..., Mapping[str, Any]]] | None = None
+    narrows: bool = False
 
 
 def family_of(config: Config) -> Family | None:
@@ -228,8 +234,29 @@ def _budget(processor: Any, fewest: int | None, most: int | None) -> dict[str, A
     return {"max_soft_tokens": found}
 
 
+def _bounds(processor: Any, fewest: int | None, most: int | None) -> dict[str, Any]:
+    """What these call edges are pixels."""
+    if fewest is None and most is None:
+        return {}
+    most = most or processor.size["longest_edge"]
+    return {"size": {"shortest_edge": min(fewest or processor.size["shortest_edge"], most), "longest_edge": most}}
+
+
+def _frame_bounds(processor: Any, fewest: int | None, most: int | None) -> dict[str, Any]:
+    """These count the pixels of all frames that a patch would have in a video."""
+    frames = processor.temporal_patch_size
+    return _bounds(processor, *(None if count is None else count * frames for count in (fewest, most)))
+
+
 _BUDGETS = 70, 140, 280, 560, 1120  # tokens of an image that Gemma 4's processor allows
-_QWEN = Family(_patches, _write_patches, merge=_merge, blocks=("visual.blocks", "visual.deepstack_merger_list"))
+_QWEN = Family(
+    _patches,
+    _write_patches,
+    merge=_merge,
+    blocks=("visual.blocks", "visual.deepstack_merger_list"),
+    bounded=_bounds,
+)
+_GLM = _QWEN._replace(blocks=("visual.blocks",), bounded=_frame_bounds)
 _TILES = Family(_rows, _write_tiles, lambda _: {"return_row_col_info": True}, is_rigid=True, tiles=1)
 _PIXTRAL = Family(
     _sizes,
@@ -262,7 +289,17 @@ FAMILIES: dict[str, Family] = {
     "llava": Family(_shape, _write_llava, blocks=("vision_tower.encoder.layers",)),
     "idefics3": _TILES,
     "smolvlm": _TILES,
+    "lfm2_vl": Family(
+        lambda _, made: tuple(made["tiles"]),
+        lambda _, grid, mark: write_tiles(grid, mark),
+        tiles=0,
+        prepares=TilingProcessor,
+    ),
     "internvl": Family(_count, _write_internvl, lambda _: {"crop_to_patches": True}, tiles=0),
+    "glm4v": _GLM,
+    "glm4v_moe": _GLM,
+    "glm46v": _GLM,
+    "lfm3_vl": _QWEN._replace(merge=lambda _: 0, blocks=("vision_tower.layers",), narrows=True),
     "mistral3": _PIXTRAL,
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,

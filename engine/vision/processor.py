@@ -1,7 +1,7 @@
 """A model's image processor: pictures to tensors, and the text that stands for them in a prompt.
 
-transformers' own processors do the work on pictures, in their version for Pillow; importing them takes seconds, so
-nothing is loaded before the first image.
+transformers' own processors do the work on pictures, in their version for Pillow, where there is one; importing them
+takes seconds, so nothing is loaded before the first image.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ if TYPE_CHECKING:  # light processes do without it
     from numpy.typing import NDArray
 
 MOST_GRIDS = 4096  # images whose grids are remembered; a chat sends the same ones with every turn
-_MODEL_INPUTS = ("pixel_values", "pixel_attention_mask", "image_grid_thw", "image_sizes", "image_position_ids")
+_MODEL_INPUTS = (
+    *("pixel_values", "pixel_attention_mask", "spatial_shapes"),
+    *("image_grid_thw", "image_sizes", "image_position_ids"),
+)
 
 
 class ImagePrompt(NamedTuple):
@@ -56,6 +59,7 @@ class VisionProcessor:
         self.mutual, self.in_windows = family.mutual(config), family.in_windows
         self.merge = family.merge(config)
         self.is_rigid, self.tiles, self.blocks = family.is_rigid, family.tiles, family.blocks
+        self.narrows = family.narrows
 
     @classmethod
     def of(cls, path: Path) -> Self | None:
@@ -158,13 +162,8 @@ class VisionProcessor:
         options = self._family.options(self._config)
         if self._family.bounded is not None:
             options |= self._family.bounded(self._images, limits.fewest, limits.most)
-        elif not self.merge:
+        else:
             picture = within(picture, limits)
-        if self.merge and limits.pixels != (None, None):  # these processors have limits of their own
-            own = dict(self._images.size)
-            own |= {"shortest_edge": limits.fewest} if limits.fewest else {}
-            own |= {"longest_edge": limits.most} if limits.most else {}
-            options |= {"size": own | {"shortest_edge": min(own["shortest_edge"], own["longest_edge"])}}
         try:
             found: Mapping[str, Any] = self._images(images=[picture], return_tensors="np", **options)
         except ValueError as error:
@@ -174,6 +173,9 @@ class VisionProcessor:
     @cached_property
     def _images(self) -> Any:
         with self._lock:
+            if self._family.prepares is not None:
+                with self._settings() as directory:
+                    return self._family.prepares(directory)
             import transformers
 
             library: Any = transformers  # most of it is not typed

@@ -21,7 +21,7 @@ from torch.backends import cudnn
 from ...schemas.errors import ModelLoadError
 from ..request import EngineRequest
 from .blocks import Blocks
-from .families import HEARING, language_model_of
+from .families import HEARING, is_of_tower, language_model_of
 from .images import Key, PromptImage
 from .layout import ImageLayout, Placed
 from .pictures import Arrays, Pictures
@@ -278,7 +278,11 @@ class Vision:
         return Blocks(blocks, [one for more in others for one in more]) if blocks else None
 
     def _to_device(self, arrays: Arrays) -> dict[str, Tensor]:
-        return {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
+        made = {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
+        if self.processor.narrows:
+            (dtype, *_) = (one.dtype for name, one in self._body.named_parameters() if is_of_tower(name))
+            made["pixel_values"] = made["pixel_values"].to(dtype)
+        return made
 
     @property
     def _device(self) -> torch.device:

@@ -258,7 +258,7 @@ def _converted(values: Array, name: str, architecture: str, config: Mapping[str,
         values = values + np.float32(1)
     if name.endswith("A_log"):
         values = -np.exp(values)
-    if name.endswith("conv1d.weight"):
+    if name.endswith(("conv1d.weight", "conv.conv.weight")):
         values = values.squeeze(1)
     return _with_value_heads(values, name, config, (0, 1))
 
@@ -273,7 +273,7 @@ def _restore(values: Array, name: str, architecture: str, config: Mapping[str, A
     if name.endswith("A_log"):
         values = np.log(-values)
     values = _with_value_heads(values, name, config, (1, 0))
-    return values[:, None] if name.endswith("conv1d.weight") else values
+    return values[:, None] if name.endswith(("conv1d.weight", "conv.conv.weight")) else values
 
 
 def _is_norm_from_one(name: str, architecture: str) -> bool:

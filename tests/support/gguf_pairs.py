@@ -21,7 +21,7 @@ Config = Mapping[str, Any]
 Named = Iterator[tuple[str, Array]]
 _TEXT = re.compile(
     r"(?:model\.|language_model\.model\.|model\.(?:text|language)_model\.)"
-    r"(embed_tokens|embed_tokens_per_layer|per_layer_model_projection|per_layer_projection_norm|layers|norm)(\..*)"
+    r"(embed_tokens|embedding_norm|embed_tokens_per_layer|per_layer_model_projection|per_layer_projection_norm|layers|norm)(\..*)"
 )
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
@@ -109,7 +109,11 @@ def _keys(kind: Kind, directory: Path, config: Config) -> dict[str, Any]:
     from transformers import AutoImageProcessor
 
     library: Any = AutoImageProcessor
-    whole = library.from_pretrained(directory, backend="pil")
+    if kind.projector == "lfm2":  # whose processor wants torchvision
+        colours = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    else:
+        whole = library.from_pretrained(directory, backend="pil")
+        colours = {name: [*map(float, getattr(whole, name))] for name in ("image_mean", "image_std")}
     common = {
         "projection_dim": config["text_config"]["hidden_size"],
         "image_size": tower.get("image_size", 560),
@@ -118,8 +122,7 @@ def _keys(kind: Kind, directory: Path, config: Config) -> dict[str, Any]:
         "feed_forward_length": tower.get("intermediate_size"),
         "block_count": tower.get("num_hidden_layers"),
         "attention.head_count": tower.get("num_attention_heads"),
-        "image_mean": [*map(float, whole.image_mean)],
-        "image_std": [*map(float, whole.image_std)],
+        **colours,
         "attention.layer_norm_epsilon": tower.get("layer_norm_eps", 1e-5),
     }
     own = kind.keys(config, processor)
@@ -282,6 +285,23 @@ def _mistral3_tensors(name: str, values: Array, config: Config) -> Named:
     yield from _named(name, values, config)
 
 
+def _lfm2(config: Config, processor: Config) -> dict[str, Any]:
+    return {
+        "clip.use_gelu": True,
+        "clip.vision.image_size": 256,
+        "clip.vision.projector.scale_factor": config["downsample_factor"],
+        "clip.vision.attention.layer_norm_epsilon": config["vision_config"]["layer_norm_eps"],
+    }
+
+
+def _lfm2_tensors(name: str, values: Array, config: Config) -> Named:
+    if "patch_embedding.weight" in name:
+        side = config["vision_config"]["patch_size"]
+        values = np.ascontiguousarray(values.reshape(len(values), side, side, 3).transpose(0, 3, 1, 2))
+    name = name.replace("vision_tower.", "vision_tower.vision_model.")
+    yield from _named(name.removeprefix("model."), values, config)
+
+
 def _gemma3(config: Config, processor: Config) -> dict[str, Any]:
     tower = config["vision_config"]
     scale = int(tower["image_size"] // tower["patch_size"] // config["mm_tokens_per_image"] ** 0.5)
@@ -355,6 +375,13 @@ KINDS = {
     "qwen3_5": Kind("qwen35", "qwen3vl_merger", _qwen3, _qwen3_tensors, _DELTA_NETS),
     "qwen3_5_moe": Kind("qwen35moe", "qwen3vl_merger", _qwen3, _qwen3_tensors, _DELTA_NETS | _EXPERTS),
     "internvl": Kind("qwen2", "internvl", _internvl, _internvl_tensors),
+    "lfm2_vl": Kind(
+        "lfm2",
+        "lfm2",
+        _lfm2,
+        _lfm2_tensors,
+        {"attention.layer_norm_rms_epsilon": 1e-5, "shortconv.l_cache": 3},
+    ),
     "mistral3": Kind("llama", "pixtral", _mistral3, _mistral3_tensors),
     "gemma3": Kind(
         "gemma3",

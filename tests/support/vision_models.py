@@ -67,6 +67,9 @@ _HYBRID = {  # of a head's 32 numbers 16 rotate, by time, row and column in turn
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
 }
+_GLM = _QWEN | {"intermediate_size": 48, "out_hidden_size": 64, "image_size": 56}
+_GLM_ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
+_GLM_SIZE = {"shortest_edge": 2 * 56 * 56, "longest_edge": 2 * 112 * 112}  # of two frames
 
 _GEMMA4 = {
     **_TEXT,
@@ -199,6 +202,95 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 32, "width": 32}, "max_patches": 4},
     ),
+    "lfm2_vl": (  # larger images become tiles, with a view of the whole
+        [
+            *("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"),
+            *(f"<|img_row_{row}_col_{column}|>" for row, column in ((1, 1), (1, 2), (2, 1), (2, 2), (3, 1))),
+        ],
+        {
+            "text_config": _TEXT
+            | {
+                "model_type": "lfm2",
+                "layer_types": ["conv", "full_attention", "conv"],
+                "block_auto_adjust_ff_dim": False,
+                "tie_word_embeddings": True,
+            },
+            "vision_config": {
+                "model_type": "siglip2_vision_model",
+                **{name: value for name, value in _SIGLIP.items() if name != "image_size"},
+                "num_patches": 16,
+                "vision_use_head": False,
+            },
+            "projector_hidden_size": 48,
+            "downsample_factor": 2,
+            "tie_word_embeddings": True,
+        },
+        {
+            "image_processor_type": "Lfm2VlImageProcessorFast",
+            "encoder_patch_size": 8,
+            "tile_size": 32,
+            "min_image_tokens": 2,
+            "max_image_tokens": 8,
+            "max_tiles": 4,
+        },
+    ),
+    "lfm3_vl": (  # patches as in the Qwen models, but plain positions
+        ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
+        {
+            "text_config": _TEXT
+            | {
+                "model_type": "lfm3",
+                "head_dim": 16,
+                "layer_types": ["conv", "sliding_attention", "full_attention"],
+                "sliding_window": 20,
+                "conv_L_cache": 5,
+                "tie_word_embeddings": True,
+            },
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 3,
+                "layer_types": ["conv", "full_attention", "conv"],
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "patch_size": 14,
+                "initializer_range": 0.3,
+            },
+            "projector_hidden_size": 48,
+            "tie_word_embeddings": True,
+        },
+        {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 56 * 56, "max_pixels": 112 * 112},
+    ),
+    "glm4v": (
+        ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|video|>"],
+        {"text_config": _TEXT | {"rope_parameters": _GLM_ROPE}, "vision_config": _GLM, "tie_word_embeddings": False},
+        {"image_processor_type": "Glm4vImageProcessor", "size": _GLM_SIZE},
+    ),
+    "glm4v_moe": (
+        ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|video|>"],
+        {
+            "text_config": _TEXT
+            | {
+                "rope_parameters": _GLM_ROPE,
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 64,
+                "first_k_dense_replace": 1,
+            },
+            "vision_config": _GLM,
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "Glm4vImageProcessor", "size": _GLM_SIZE},
+    ),
+    "glm46v": (
+        ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|video|>"],
+        {
+            "text_config": _TEXT | {"model_type": "glm4v_text", "rope_parameters": _GLM_ROPE},
+            "vision_config": _GLM | {"model_type": "glm4v_vision"},
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "Glm46VImageProcessor", "size": _GLM_SIZE},
+    ),
     "gemma3": (  # an image has more tokens than the window, and than some steps
         ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
         {
@@ -299,6 +391,8 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
         own |= {"boi_token_id": ids[1], "eoi_token_id": ids[2], "video_token_id": ids[3], "audio_token_id": ids[4]}
     if family == "gemma3":
         own |= {"boi_token_index": ids[1], "eoi_token_index": ids[2]}
+    if family in ("glm4v", "glm4v_moe", "glm46v"):
+        own |= {"image_start_token_id": ids[1], "image_end_token_id": ids[2], "video_token_id": ids[3]}
     if family in ("llava", "mistral3"):
         own = {"image_token_index": ids[0]}
     text = settings["text_config"] | {"eos_token_id": end, "pad_token_id": end}

@@ -45,5 +45,11 @@ def _joined(images: Sequence[PromptImage], processor: VisionProcessor, family: s
             pixels = one["pixel_values"]
             lacking = (0, height - pixels.shape[2]), (0, width - pixels.shape[3])
             one["pixel_values"] = np.pad(pixels, ((0, 0), (0, 0), *lacking))
+    if family == "lfm2_vl":
+        most = max(one["pixel_values"].shape[1] for one in each)
+        for one in each:
+            for name in ("pixel_values", "pixel_attention_mask"):
+                lacking = (0, most - one[name].shape[1])
+                one[name] = np.pad(one[name], ((0, 0), lacking, (0, 0))[: one[name].ndim])
     axis = 1 if family == "smolvlm" else 0
     return {name: torch.from_numpy(np.concatenate([one[name] for one in each], axis)) for name in each[0]}

@@ -12,6 +12,7 @@ from typing import Any
 from ....schemas.errors import ModelLoadError
 from .file import Gguf
 from .gemma_projectors import GEMMA4
+from .lfm_projectors import LFM2
 from .qwen_projectors import QWEN
 from .vision import Projector, Vision, both
 
@@ -253,6 +254,7 @@ PROJECTORS: dict[str, Projector] = {
     ),
     "gemma4v": GEMMA4,
     **QWEN,
+    "lfm2": LFM2,
     "internvl": Projector(
         "internvl",
         "InternVLForConditionalGeneration",

@@ -28,7 +28,7 @@ from .layer_inputs import PerLayerInputs
 from .linear import Linear, MakeLinear
 from .norm import Norm
 from .rows import look_up, rows_of
-from .structure import BODY, INPUTS, body_of, children, is_plain, part, replaced
+from .structure import BODY, INPUTS, PAIRED, body_of, children, is_plain, part, replaced
 
 Rotations = Mapping[str | None, Angles]
 """The angles of each kind of layer."""
@@ -128,6 +128,8 @@ class Decoder:
             return Angles(none, none)
         given = self.embedding[None, :1].to(dtype), positions.unsqueeze(-2), *(() if kind is None else (kind,))
         cos, sin = self._rotary(*given)
+        if type(self._rotary).__name__ in PAIRED:
+            cos, sin = (torch.cat((one[..., ::2], one[..., 1::2]), dim=-1) for one in (cos, sin))
         if cos.shape[-1] < self.rotated[kind]:  # gpt-oss's are those of one half
             cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
         half = cos.shape[-1] // 2

@@ -56,8 +56,13 @@ OFFSET = {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3_5RMSNorm", "Q
 """The names of norms whose weights are to be added to 1."""
 WIDE = OFFSET | {"Gemma4RMSNorm"}
 """The names of norms that multiply in float32."""
-_TURNING_NEIGHBOURS = {"GlmAttention", "Glm4Attention", "Ernie4_5Attention", "HeliumAttention"}
+_TURNING_NEIGHBOURS = {
+    *("GlmAttention", "Glm4Attention", "Glm4vTextAttention"),
+    *("Ernie4_5Attention", "HeliumAttention"),
+}
 """The names of attention that rotates neighbouring numbers of a head together, and not those of its halves."""
+PAIRED = {"Glm4vTextRotaryEmbedding"}
+"""The names of rotations whose angles lie as neighbours, and not by halves."""
 _SEEING = {"Gemma4Model"}
 """The names of bodies with a language model that computes text as it does alone."""
 _MIXTURES = {"gate", "experts"}, {"router", "experts"}

@@ -59,8 +59,9 @@ def test_what_it_writes_is_loaded_with_its_tokenizer_and_template(made: Path, ti
         assert len(engine.generate(prompt, GenerationParams(max_tokens=3, ignore_eos=True)).token_ids) == 3
 
 
-def test_a_model_that_sees_still_does(tmp_path: Path) -> None:
-    source, out = make_vision_model(tmp_path / "smolvlm", "smolvlm"), tmp_path / "out"
+@pytest.mark.parametrize("family", ["smolvlm", "lfm2_vl"])
+def test_a_model_that_sees_still_does(family: str, tmp_path: Path) -> None:
+    source, out = make_vision_model(tmp_path / family, family), tmp_path / "out"
     result = quantize(source, out)
     assert result.exit_code == 0, result.output
     assert {file.name for file in out.iterdir()} == {file.name for file in source.iterdir()}

@@ -14,7 +14,7 @@ from gguf_pairs import KINDS, Array, write_pair
 from vision_models import make_vision_model
 
 from penstock.engine.checkpoints.gguf.file import read_gguf
-from penstock.engine.checkpoints.gguf.pairs import weights_of
+from penstock.engine.checkpoints.gguf.pairs import processor_of, weights_of
 from penstock.engine.discovery import files_for
 from penstock.engine.manifests import HF, PAGED
 from penstock.engine.models import model_name, read_config, read_model_info, resolve_model
@@ -155,6 +155,15 @@ def test_tensors_must_be_those_of_the_kind(write: Write) -> None:
     assert "has no 3 numbers clip.vision.image_mean; convert the model again" in fault(colourless)
     none = write("none", keys={"clip.vision.embedding_length": 0})
     assert "says that clip.vision.embedding_length is 0; convert the model again" in fault(none)
+
+
+def test_pictures_are_resized_as_the_file_says(write: Write) -> None:
+    assert "resizes pictures by lanczos, which is not supported; supported: bilinear, bicubic" in fault(
+        write("lanczos", "lfm2_vl", keys={"clip.vision.image_resize_algo": "lanczos"})
+    )
+    for index, (given, number) in enumerate(((None, 2), ("bilinear", 2), ("bicubic", 3))):
+        path = write(f"{index}", "lfm2_vl", keys={"clip.vision.image_resize_algo": given})
+        assert processor_of(read_gguf(resolve_model(str(path))))["resample"] == number
 
 
 def test_a_language_model_without_its_dimensions_is_refused(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

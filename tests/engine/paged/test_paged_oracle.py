@@ -60,7 +60,10 @@ MORE = [
     "qwen3",
     "smollm3",
 ]
-STATEFUL = {"qwen3_next", "qwen3_5_text", "bamba", "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h"}
+STATEFUL = {
+    *("qwen3_next", "qwen3_5_text", "bamba", "falcon_h1", "granitemoehybrid"),
+    *("lfm2", "lfm2_moe", "lfm3", "nemotron_h"),
+}
 all_shapes = pytest.mark.parametrize("shape", [*SOME, *MORE, *sorted(STATEFUL - {*SOME})])
 some_shapes = pytest.mark.parametrize("shape", SOME)
 
@@ -130,7 +133,7 @@ class Oracle:
             head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
         layers, states = config.num_hidden_layers, 0
         if shape in STATEFUL:
-            layers = sum(kind in ("full_attention", "hybrid") for kind in config.layer_types)
+            layers = sum(kind in ("full_attention", "sliding_attention", "hybrid") for kind in config.layer_types)
             files = ModelFiles.of(EngineConfig(model=str(self._directory_of(shape)), dtype="float32", device="cpu"))
             states = rows * files.states()
         keys: int = blocks * BLOCK * layers * 2 * heads * head_dim * 4

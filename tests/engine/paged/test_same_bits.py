@@ -29,7 +29,9 @@ PARAMS = GenerationParams(temperature=1, seed=5, max_tokens=COUNT, ignore_eos=Tr
 LONG = "".join(f"Line {number} of a prompt that is longer than the rest. " for number in range(45))
 
 Answer = list[TokenLogprob]
-families = pytest.mark.parametrize("family", ["llava", "smolvlm", "qwen2_vl", "qwen3_vl", "gemma4_e", "qwen3_5"])
+families = pytest.mark.parametrize(
+    "family", ["llava", "smolvlm", "qwen2_vl", "qwen3_vl", "gemma4_e", "qwen3_5", "lfm2_vl", "glm4v"]
+)
 dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 

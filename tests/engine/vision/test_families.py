@@ -17,6 +17,7 @@ from transformers import AutoConfig
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+from transformers.models.glm4v.modeling_glm4v import Glm4vModel
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
@@ -55,7 +56,21 @@ def test_tiles_are_written_as_by_transformers(kind: str, theirs: Any, rows: int,
 
 
 @pytest.mark.parametrize("grid", [(1, 4, 6), (1, 36, 2)])
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "lfm3_vl",
+        "glm4v",
+        "glm4v_moe",
+        "glm46v",
+    ],
+)
 def test_patches_are_written_as_by_transformers(kind: str, grid: tuple[int, int, int]) -> None:
     made = {"image_grid_thw": np.array([grid])}
     own = SimpleNamespace(image_token="*", image_processor=SimpleNamespace(merge_size=2))
@@ -137,8 +152,14 @@ def test_internvl_is_written_as_by_transformers() -> None:
     assert written("internvl", {"image_seq_length": 256}, made) == theirs(own, made, 0)
 
 
-@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=4), st.data())
-def test_positions_are_those_of_transformers(parts: list[tuple[int, int, int]], data: st.DataObject) -> None:
+@pytest.mark.parametrize("theirs", [Qwen2_5_VLModel, Glm4vModel])
+@given(
+    parts=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=4),
+    data=st.data(),
+)
+def test_positions_are_those_of_transformers(
+    theirs: Any, parts: list[tuple[int, int, int]], data: st.DataObject
+) -> None:
     """Text before each image, and some behind: every range of tokens gets its part of the whole."""
     ids: list[int] = []
     images = []
@@ -151,9 +172,9 @@ def test_positions_are_those_of_transformers(parts: list[tuple[int, int, int]], 
     tokens: Any = torch.tensor([ids])
     vision = SimpleNamespace(spatial_merge_size=2, tokens_per_second=2)
     own: Any = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
-    own.get_vision_position_ids = partial(Qwen2_5_VLModel.get_vision_position_ids, own)
+    own.get_vision_position_ids = partial(theirs.get_vision_position_ids, own)
     grids: Any = torch.tensor([image.grid for image in images])
-    wanted, deltas = Qwen2_5_VLModel.get_rope_index(own, tokens, (tokens == 9).int(), image_grid_thw=grids)
+    wanted, deltas = theirs.get_rope_index(own, tokens, (tokens == 9).int(), image_grid_thw=grids)
     delta = int(deltas[0, 0])
     later = np.tile(np.arange(len(ids), len(ids) + 9) + delta, (3, 1))
     whole = np.concatenate([wanted[:, 0].numpy(), later], axis=1)

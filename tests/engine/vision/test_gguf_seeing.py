@@ -39,9 +39,11 @@ UNLIKE = {"initializer_range", "dtype", "_name_or_path", "projection_dim", "num_
 GEMMAS_4 = ("gemma4", "gemma4_e")
 TOWERS = {  # that of all its models: GGUF does not have it
     "qwen2_5_vl": {"window_size": 112},
+    "lfm2_vl": {"patch_size": 16},
     **{family: {"pooling_kernel_size": 3} for family in GEMMAS_4},
 }
 PIXELS = {"min_pixels": 65_536, "max_pixels": 16_777_216}  # so are these of the families of Qwen 3
+TILES = {"encoder_patch_size": 16, "tile_size": 512, "min_image_tokens": 64, "max_image_tokens": 256, "max_tiles": 10}
 SOFT_TOKENS = {"pooling_kernel_size": 3, "max_soft_tokens": 280}  # and these
 
 Tokens = tuple[int, ...]
@@ -84,7 +86,8 @@ def seer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Seer]:
 
     def make(family: str) -> Seer:
         directory = make_vision_model(root / family, family, tower=TOWERS.get(family))
-        if pixels := PIXELS if family.startswith("qwen3") else SOFT_TOKENS if family in GEMMAS_4 else {}:
+        known = {**dict.fromkeys(GEMMAS_4, SOFT_TOKENS), "lfm2_vl": TILES}
+        if pixels := PIXELS if family.startswith("qwen3") else known.get(family, {}):
             file = directory / "preprocessor_config.json"
             file.write_text(json.dumps(json.loads(file.read_text()) | pixels))
         path = write_pair(directory, root / f"{family}-gguf", family)

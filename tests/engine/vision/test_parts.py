@@ -236,7 +236,7 @@ def test_features_have_the_same_bits_in_all_schedules(bench: Bench) -> None:
     ("family", "blocks"),
     [
         *[("llava", 3), ("qwen2_vl", 2), ("qwen2_5_vl", 3), ("qwen3_vl", 3), ("mistral3", 2), ("gemma3", 2)],
-        *[("gemma4", 2), ("qwen3_vl_moe", 3), ("qwen3_5", 3)],
+        *[("gemma4", 2), ("qwen3_vl_moe", 3), ("qwen3_5", 3), ("lfm3_vl", 3), ("glm4v", 3), ("glm4v_moe", 3)],
     ],
 )
 def test_a_picture_that_is_seen_as_a_whole_passes_block_by_block(family: str, blocks: int, make: Make) -> None:

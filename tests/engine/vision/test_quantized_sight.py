@@ -40,7 +40,12 @@ TEXTS = [[(7 * row + 3 * index * index + index) % 500 for index in range(24)] fo
 
 # Of Gemma 4's four layers two attend in all with one product for keys and values, or have their own inputs, and two of
 # these attend to the keys of others.
-NUM_PRODUCTS = {"gemma4": 4 * 7 - 2 + 1, "gemma4_e": 4 * (7 + 2) - 2 * 2 + 1 + 1, "qwen3_5": 2 * 8 + 7 + 1}
+NUM_PRODUCTS = {
+    "gemma4": 4 * 7 - 2 + 1,
+    "gemma4_e": 4 * (7 + 2) - 2 * 2 + 1 + 1,
+    "qwen3_5": 2 * 8 + 7 + 1,
+    "glm4v": 3 * 6 + 1,
+}
 
 Answers = list[tuple[int, ...]]
 
@@ -77,6 +82,7 @@ def on_texts(model: Any, methods: dict[str, str]) -> dict[str, Rounded]:
         ("smolvlm", "int8", by_itself),
         ("qwen3_vl", "int4", by_itself),
         ("qwen3_5", "int4", on_texts),
+        ("glm4v", "int4", by_itself),
         ("gemma4", "int4", on_texts),
         ("gemma4_e", "int8", by_itself),
     ],

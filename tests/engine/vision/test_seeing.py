@@ -39,10 +39,10 @@ ConfigOf = Callable[..., EngineConfig]
 Truth = Callable[[str], tuple[list[EngineRequest], list[Tokens]]]
 all_families = pytest.mark.parametrize("family", FAMILIES)
 # One with plain positions, one with tokens between those of an image, one with three dimensions and deepstack.
-# And those whose image tokens see each other, one whose layers share keys and have inputs of their own, and one that
-# keeps running states.
+# And those whose image tokens see each other, one whose layers share keys and have inputs of their own, and two that
+# keep running states.
 some_families = pytest.mark.parametrize(
-    "family", ["llava", "smolvlm", "qwen3_vl", "gemma3", "gemma4", "gemma4_e", "qwen3_5"]
+    "family", ["llava", "smolvlm", "qwen3_vl", "gemma3", "gemma4", "gemma4_e", "qwen3_5", "lfm2_vl", "lfm3_vl", "glm4v"]
 )
 
 
@@ -116,7 +116,10 @@ def test_a_picture_is_seen_as_transformers_sees_it(family: str, start: Start, tr
     assert [output.token_ids for output in again] == wanted[:2]
     for output, request in zip(again, requests[:2], strict=True):
         assert output.stats.cached_tokens == (len(request.prompt) - 1) // 16 * 16
-    assert engine.model_info().slow_paths == (), "decoding is compiled, as for text"
+    if family in ("lfm3_vl", "glm4v_moe"):  # as for text
+        assert engine.model_info().slow_paths == ("decoding is not compiled: LanguageModel is not a plain decoder",)
+    else:
+        assert engine.model_info().slow_paths == (), "decoding is compiled, as for text"
 
 
 @all_families
@@ -139,11 +142,13 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
     lengths = [len(request.prompt) for request in requests]
     longest = max(lengths) + COUNT
     block, blocks = files.cache(16, 1), longest // 16 + 2
-    if family in ("gemma4", "gemma4_e"):  # whose images take more tokens than what is generated
-        # For all prompts, but not for their answers.
+    if family in ("gemma4", "gemma4_e", "lfm2_vl"):  # for all prompts, but not for their answers
         blocks = sum(-(-one // 16) for one in lengths) + 1
+    if family in ("gemma4", "gemma4_e"):
         block = 16 * (4 if family == "gemma4" else 3) * 2 * 2 * 16 * 4
-    states = 3 * LEAST_STATES * files.states() // STATES
+    states = 3 * files.states()
+    if family not in ("lfm2_vl", "lfm3_vl"):  # whose states are small: all that are wanted get room
+        states = states * LEAST_STATES // STATES
     memory = ByteSize(blocks * block + states)
     backend = PagedBackend(config_of(family, kv_cache_memory=memory, max_batch_size=3, max_sequence_length=longest))
     assert backend.runner.vision is not None
@@ -167,6 +172,13 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("gemma3", {"quantization": "int4"}),
         ("gemma4", {}),
         ("gemma4_e", {"quantization": "int8"}),
+        ("lfm2_vl", {}),
+        ("lfm2_vl", {"quantization": "int4"}),
+        ("glm4v", {}),
+        ("glm4v", {"quantization": "int4"}),
+        ("glm4v_moe", {"quantization": "int8"}),
+        ("lfm3_vl", {}),
+        ("lfm3_vl", {"quantization": "int8"}),
         ("llava", {"quantization": "int8"}),
         ("mistral3", {"compile_kernels": False}),
     ],
@@ -182,7 +194,7 @@ def test_other_numbers_see_as_well(family: str, changes: dict[str, Any], start: 
     assert engine.generate(one, GREEDY).stats.cached_tokens > 0
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3_5"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3_5", "lfm2_vl"])
 def test_the_same_words_about_another_picture_share_no_block(family: str, start: Start) -> None:
     engine, cold = start(family), start(family)
     text = f"{engine.image_mark} What do you see, in as many words as you can find for all of it?"
@@ -262,15 +274,16 @@ def test_gemma_4_shows_more_or_fewer_tokens(start: Start, reference_of: Callable
         assert engine.generate(prompt, GREEDY).token_ids == wanted
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "internvl"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "internvl", "lfm2_vl", "lfm3_vl", "glm4v"])
 def test_pixels_are_bounded(family: str, start: Start) -> None:
     few, many = start(family, max_pixels=56 * 56), start(family)
     prompt = ImageText(f"{few.image_mark} Well?", (picture(160, 90),))
     (small,), (large,) = (requests_of(engine, [prompt], GREEDY) for engine in (few, many))
     assert len(small.prompt) <= len(large.prompt)
     assert few.generate(prompt, GREEDY).token_ids != many.generate(prompt, GREEDY).token_ids
-    if family == "qwen2_5_vl":
+    if family in ("qwen2_5_vl", "lfm3_vl", "glm4v"):
         assert len(small.prompt) < len(large.prompt)
+        assert small.images[0].grid[1] * small.images[0].grid[2] * 14 * 14 <= 56 * 56
         least = start(family, min_pixels=84 * 112)
         (larger,) = requests_of(least, [ImageText(prompt.text, (picture(30, 30),))], GREEDY)
         assert larger.images[0].grid[1] * larger.images[0].grid[2] * 14 * 14 >= 84 * 112

@@ -38,6 +38,7 @@ SHAPES = [
     "granitemoehybrid",
     "lfm2",
     "lfm2_moe",
+    "lfm3",
     "nemotron_h",
 ]
 COUNT = 20
@@ -287,7 +288,7 @@ def test_texts_are_read_like_answers(model_directory: Directory) -> None:
     assert found.divergence == pytest.approx(0, abs=1e-6) and found.same_best == 1
 
 
-@pytest.mark.parametrize("shape", ["qwen3_next", "falcon_h1", "lfm2", "lfm2_moe", "nemotron_h"])
+@pytest.mark.parametrize("shape", ["qwen3_next", "falcon_h1", "lfm2", "lfm2_moe", "lfm3", "nemotron_h"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_other_weights_run(shape: str, model_directory: Directory, dtype: str, quantization: str | None) -> None:

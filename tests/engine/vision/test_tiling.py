@@ -1,0 +1,151 @@
+"""How LFM2-VL's pictures are cut up and written, against transformers' own processor.
+
+That one wants torchvision, of which it uses three functions; here they are torch's, which torchvision calls.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import image_processing_backends
+from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
+
+from penstock.engine.vision.families import FAMILIES
+from penstock.engine.vision.tiling import TilingProcessor
+from penstock.schemas.errors import ModelLoadError
+
+SMALL = {"encoder_patch_size": 8, "tile_size": 32, "min_image_tokens": 2, "max_image_tokens": 6, "max_tiles": 4}
+Save = Callable[..., TilingProcessor]
+
+
+def resize(image: torch.Tensor, size: tuple[int, int], interpolation: str, antialias: bool) -> torch.Tensor:
+    return torch.nn.functional.interpolate(image, size, mode=interpolation, antialias=antialias)
+
+
+def normalize(image: torch.Tensor, mean: Any, std: Any, inplace: bool) -> torch.Tensor:
+    return image.sub(torch.as_tensor(mean)[:, None, None]).div_(torch.as_tensor(std)[:, None, None])
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Iterator[Callable[..., Any]]:
+    """Makes transformers' processor with some settings."""
+    functional: Any = ModuleType("torchvision.transforms.v2.functional")
+    functional.resize, functional.normalize = resize, normalize
+    functional.InterpolationMode = SimpleNamespace(BILINEAR="bilinear", BICUBIC="bicubic", LANCZOS="lanczos")
+    parents = [ModuleType(name) for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")]
+    parents[-1].__dict__["functional"] = functional
+    with pytest.MonkeyPatch.context() as patch:
+        for one in (*parents, functional):
+            patch.setitem(sys.modules, one.__name__, one)
+        patch.setattr(image_processing_backends, "tvF", functional, raising=False)
+        patch.setattr(image_processing_backends, "pil_torch_interpolation_mapping", {2: "bilinear", 3: "bicubic"})
+        module = importlib.import_module("transformers.models.lfm2_vl.image_processing_lfm2_vl")
+        patch.delitem(sys.modules, module.__name__)
+        yield lambda **given: module.Lfm2VlImageProcessor(**given)
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Save:
+    def save(name: str = "preprocessor_config.json", **given: Any) -> TilingProcessor:
+        (tmp_path / name).write_text(json.dumps(given))
+        return TilingProcessor(tmp_path)
+
+    return save
+
+
+def noise(width: int, height: int) -> Image.Image:
+    numbers = np.random.default_rng(width * height).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(numbers)
+
+
+@pytest.mark.parametrize("size", [(8, 9), (60, 40), (41, 90), (300, 70), (33, 200), (64, 64)])
+@pytest.mark.parametrize(
+    "given",
+    [
+        SMALL,
+        SMALL | {"use_thumbnail": False, "min_tiles": 1, "resample": 3},
+        SMALL | {"do_image_splitting": False, "image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.4]},
+        SMALL | {"do_normalize": False, "max_pixels_tolerance": 1.0},
+        SMALL | {"do_rescale": False, "tile_size": 64},
+    ],
+)
+def test_pictures_are_prepared_as_by_transformers(
+    given: dict[str, Any], size: tuple[int, int], theirs: Callable[..., Any], save: Save
+) -> None:
+    """But for the empty places behind the patches of a picture that has fewer than others might."""
+    picture = noise(*size)
+    wanted = theirs(**given)(images=[picture], return_row_col_info=True, return_tensors="pt")
+    own = save(**given)
+    made = own(images=[picture])
+    count = made["pixel_values"].shape[1]
+    assert count == wanted["pixel_attention_mask"].sum(1).max()
+    assert made["spatial_shapes"].tolist() == wanted["spatial_shapes"].tolist()
+    assert made["pixel_attention_mask"].tolist() == wanted["pixel_attention_mask"][:, :count].tolist()
+    assert np.array_equal(made["pixel_values"], wanted["pixel_values"][:, :count].numpy())
+    processor: Any = SimpleNamespace(
+        image_token="*",
+        image_start_token="<|image_start|>",
+        image_end_token="<|image_end|>",
+        image_thumbnail_token="<|img_thumbnail|>",
+        image_processor=theirs(**given),
+    )
+    for name in ("_get_image_num_tokens", "_compute_tokens_per_tile", "_compute_tokens_for_image"):
+        setattr(processor, name, getattr(Lfm2VlProcessor, name).__get__(processor))
+    processor._build_image_tokens = Lfm2VlProcessor._build_image_tokens.__get__(processor)
+    family = FAMILIES["lfm2_vl"]
+    for is_marked in (True, False):
+        unmarked = {} if is_marked else {"use_image_special_tokens": False}
+        own = save("processor_config.json", image_processor=given, **unmarked)
+        grid = family.grid({}, own(images=[picture]))
+        text = Lfm2VlProcessor.replace_image_token(processor, wanted, 0, use_image_special_tokens=is_marked)
+        assert family.write({}, grid, "*") == text and text.count("*") * 4 == wanted["pixel_attention_mask"].sum()
+
+
+def test_a_thin_picture_is_shown_with_more_tokens(save: Save) -> None:
+    """Those of one row, where transformers has no room for them."""
+    made = save(**SMALL)(images=[noise(640, 17)])
+    rows, columns, _, whole, _ = made["tiles"]
+    assert (rows, columns, whole) == (1, 4, 15)
+    assert made["pixel_attention_mask"].sum(1).tolist() == [16] * 4 + [60]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+@given(width=st.integers(8, 9000), height=st.integers(8, 9000))
+def test_sizes_are_those_of_transformers(width: int, height: int, theirs: Callable[..., Any], save: Save) -> None:
+    """With the settings of the published models."""
+    processor, own = theirs(), save(image_processor_type="Lfm2VlImageProcessorFast", do_image_splitting=True)
+    names = "downsample_factor", "min_image_tokens", "max_image_tokens", "encoder_patch_size"
+    known = {name: getattr(processor, name) for name in names}
+    columns, rows = processor.smart_resize(height, width, **known)
+    tolerance = processor.max_pixels_tolerance
+    del known["min_image_tokens"]
+    tiles = 1, 1
+    if processor._is_image_too_large(height, width, **known, max_pixels_tolerance=tolerance):
+        tiles = processor._get_grid_layout(height, width, 2, 10, 512)[:2]
+    assert own.cut(width, height) == (tiles[1], tiles[0], rows, columns)
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        ({}, "has no preprocessor_config.json"),
+        ({"tile_size": 500}, "tile_size 500 must be a multiple of 32"),
+        ({"min_tiles": 11}, r"min_tiles \(11\) at most max_tiles \(10\)"),
+        ({"resample": 0}, "resample one of 2, 3"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_named(given: dict[str, Any], fault: str, save: Save) -> None:
+    with pytest.raises(ModelLoadError, match=fault):
+        save(**given)
