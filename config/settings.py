@@ -285,7 +285,7 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings, ImageSettings):
     )
     cache_answers: bool = Field(False, description="Answer identical greedy requests from memory.")
     threads: int | None = Field(
-        None, ge=1, description="CPU threads of a worker; by default all cores, shared among --workers."
+        None, ge=1, description="The most CPU threads of a worker; by default all cores, shared among --workers."
     )
     echo_rate: float = Field(0.0, ge=0, description="Tokens a second and request of the echo backend; 0: no limit.")
     workers: int = Field(1, ge=1, le=64, description="Worker processes that `serve` starts.")
