@@ -49,6 +49,7 @@ _FIRST_POSITIONS = 1024  # rotations computed at first; doubled whenever a step 
 
 _PARTS = {"qkv": 0, "delta_gates": 1, "rates": 2, "decays": 3, "output": 4, "gate": 5, "up": 6, "down": 7}
 _PARTS |= {"share": 8, "input_gate": 9, "input_projection": 10}
+_FEW = 32  # tokens of a step, for which threads meet more often than they compute for long
 _NUM_PARTS = 11  # of a layer that adapters may change, as in the source: those of `qkv` are up to three
 
 
@@ -58,7 +59,7 @@ class CompiledDecoder:
     def __init__(self, decoder: Decoder, kernels: Kernels, dtype: torch.dtype, context_length: int) -> None:
         """One that `of` has found to fit."""
         self._decoder, self._kernels, self._dtype = decoder, kernels, dtype
-        self._crew = Crew(torch.get_num_threads())
+        self._crews = Crew(torch.get_num_threads()), Crew(torch.get_num_threads())  # of short steps and of long ones
         self._tensors: list[Tensor] = []  # kept alive: the structures hold their addresses
         self._beside: list[Beside] = []  # of the layers that have it
         self._replaced = decoder.replaced
@@ -237,7 +238,7 @@ class CompiledDecoder:
             sampled.extend([index] * (len(ids) if scores else wanted))
         best, (address, _) = array("q", bytes(8 * len(sampled))), numbers.buffer_info()
         buffers = address, len(segments), self._logits.data_ptr(), best.buffer_info()[0]
-        if self._crew.run(self._kernels.library.step, self._model, *buffers):
+        if self._crews[row > _FEW].run(self._kernels.library.step, self._model, *buffers):
             raise IndexError(f"a token has no block, slot or place in the vocabulary of {self._model.vocabulary}")
         return Computed(self._rows[len(sampled)], sampled, best)
 

@@ -104,4 +104,4 @@ def test_threads_that_wait_for_each_other_become_fewer(model_directory: Callable
         config = EngineConfig(model=str(model_directory("qwen2")), device="cpu", kv_cache_memory="8MiB")  # type: ignore[arg-type]
         with InferenceEngine(config) as engine:
             engine.generate("Words", GenerationParams(max_tokens=100, ignore_eos=True))
-            assert engine._backend.runner._compiled._crew.threads < 16 * available_cores()  # type: ignore[attr-defined]
+            assert engine._backend.runner._compiled._crews[0].threads < 16 * available_cores()  # type: ignore[attr-defined]
