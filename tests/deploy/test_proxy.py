@@ -119,14 +119,16 @@ def test_half_an_answer_is_not_whole_behind_nginx_with_its_defaults(served: Serv
     (folder / "nginx.conf").write_text(MAIN.format(folder))
     body = {"model": "tiny", "prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True}
     with subprocess.Popen(["nginx", "-c", str(folder / "nginx.conf")], stderr=subprocess.PIPE, text=True) as nginx:
-        until(lambda: nginx.poll() is None and _listens(port))
-        address = f"http://127.0.0.1:{port}/v1/completions"
-        with httpx2.stream("POST", address, json=body, timeout=60, trust_env=False) as stream:
-            lines = stream.iter_lines()
-            assert next(lines).startswith("data: {")
-            family = psutil.Process(served.process.pid).children()
-            (front,) = (process for process in family if "front" in process.cmdline())
-            front.kill()
-            with pytest.raises(httpx2.RemoteProtocolError):
-                list(lines)
-        nginx.terminate()
+        try:
+            until(lambda: nginx.poll() is None and _listens(port))
+            address = f"http://127.0.0.1:{port}/v1/completions"
+            with httpx2.stream("POST", address, json=body, timeout=60, trust_env=False) as stream:
+                lines = stream.iter_lines()
+                assert next(lines).startswith("data: {")
+                family = psutil.Process(served.process.pid).children()
+                (front,) = (process for process in family if "front" in process.cmdline())
+                front.kill()
+                with pytest.raises(httpx2.RemoteProtocolError):
+                    list(lines)
+        finally:
+            nginx.terminate()
