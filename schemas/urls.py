@@ -1,7 +1,8 @@
-"""URLs that requests name and operators allow by their beginnings."""
+"""URLs that requests name and operators allow by their beginnings, and hosts."""
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from typing import NamedTuple, Self
 
@@ -53,3 +54,11 @@ class UrlLocation(NamedTuple):
 
     def is_within(self, prefix: UrlLocation) -> bool:
         return self.origin == prefix.origin and self.path[: len(prefix.path)] == prefix.path
+
+
+def is_loopback(host: str) -> bool:
+    """Whether what is at `host` is on this machine, and reached from there alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

@@ -128,17 +128,19 @@ class Pipe:
         """Store a client event, unless it is stored already, however long the broker is away.
 
         Returns whether the request is over. `key` names the event within its request. Nothing is stored behind a
-        final event, and the end of a response's turn is told to the stage tools as well, in the lane of its `priority`.
+        final event, and the end of a response's turn is told to the stage tools as well, in the lane of its `priority`:
+        also by whoever finds that it is over, as the process that stored the end may have died before it told.
         Events other than tokens and positions have a header of hops, whose last one has the `notes`.
         """
         request = event.request
         subject, name = self.subjects.events(tenant, bridge, request), f"{tenant}.{request}.{key}"
         headers = {} if isinstance(event, Token | Queued) else headers_until(self.now(), **(notes or {}))
         is_over = await self._add(event, subject, name, headers, counts=tenant != CANARY)
-        if isinstance(event, FINAL) and (turn := TurnId.of(request)):
+        if is_over and (turn := TurnId.of(request)):
             step = Step(id=turn.response, turn=request, tenant=tenant, bridge=bridge)
             own = {TRACE_PARENT: headers[TRACE_PARENT]} if TRACE_PARENT in headers else None
-            await self.store(self.subjects.tools(priority, tenant), codec.encode(step), name, codec.STEP, own)
+            told = f"{tenant}.{request}.end"
+            await self.store(self.subjects.tools(priority, tenant), codec.encode(step), told, codec.STEP, own)
         return is_over
 
     async def _add(self, event: Event, subject: str, name: str, headers: Headers, *, counts: bool) -> bool:

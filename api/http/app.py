@@ -18,6 +18,7 @@ from ...config.settings import Settings
 from ...engine.vision.reading import ImageLimits
 from ...schemas.errors import STORE_FULL, BrokerUnavailable, Overloaded, Refusal, StorageFull, StreamFull
 from ...schemas.events import ErrorBody
+from ...schemas.urls import is_loopback
 from ...streams.family import FamilyMetrics
 from ...streams.port import Broker
 from ...streams.stores.quotas import NO_SPACE, Quotas
@@ -37,7 +38,7 @@ from .generate import add_generate
 from .messages import add_messages
 from .metrics import MetricsRoutes
 from .middleware.access import AccessLog, note
-from .middleware.browsers import Browsers, SharedOrigins, is_loopback
+from .middleware.browsers import Browsers, SharedOrigins
 from .middleware.failures import Failures
 from .middleware.ignored import HEADER, Ignored
 from .middleware.keys import Authentication

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 from typing import Any, cast
 
+import structlog
 import uvicorn
 from opentelemetry.trace import Tracer
 
@@ -29,6 +30,9 @@ from .middleware.connections import protocol
 
 Beside = Callable[[Bridge, Callable[[], bool]], contextlib.AbstractAsyncContextManager[None]]
 SPARE_FILES = 512  # file descriptors beside those of connections
+OWN_FILES = 32  # of these, what a bridge has open without any
+
+log = structlog.get_logger(__name__)
 
 
 async def serve_http(
@@ -43,7 +47,7 @@ async def serve_http(
 ) -> None:
     """Serve HTTP, and with it what is `beside`, until `stopping`, then drain: until open requests have ended or
     `drain_timeout` has passed."""
-    _raise_file_limit(settings.max_connections)
+    settings = settings.model_copy(update={"max_connections": _room_for(settings.max_connections)})
     bridge = Bridge(broker, subjects, tracer=tracer)
     await bridge.start()
     family = FamilyMetrics()
@@ -96,10 +100,18 @@ class _Server(uvicorn.Server):
         return contextlib.nullcontext()
 
 
-def _raise_file_limit(count: int) -> None:
-    """Raise the limit of open files for `count` connections, as far as the system allows."""
+def _room_for(count: int) -> int:
+    """Raise the limit of open files for `count` connections, as far as the system allows; returns how many it allows.
+
+    A connection that finds no file is closed without a word: one too many is to be refused before.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + SPARE_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return count
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    most = max(1, limit - min(SPARE_FILES, OWN_FILES + limit // 8))
+    if most < count:
+        log.warning("few files may be open, max_connections lowered", max_connections=most, files=limit)
+    return min(most, count)

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import secrets
+import signal
 import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Collection
@@ -129,15 +130,31 @@ class ProcessKeeper:
 
 
 async def keep_broker(server: EmbeddedServer) -> None:
-    """Restart the broker whenever it dies, until cancelled."""
+    """Restart the broker whenever it dies, or could not write and could now, until cancelled."""
+    mending = asyncio.create_task(_mend_broker(server))
+    try:
+        while True:
+            status = await server.wait()
+            log.error("broker died, restarting", status=status)
+            while not server.alive:
+                try:
+                    await server.restart()
+                except StartupError as error:
+                    log.error("broker cannot be started", reason=str(error), delay=MOST_DELAY)
+                    await asyncio.sleep(MOST_DELAY)
+    finally:
+        mending.cancel()
+
+
+async def _mend_broker(server: EmbeddedServer) -> None:
+    delay = LEAST_DELAY
     while True:
-        status = await server.wait()
-        log.error("broker died, restarting", status=status)
-        try:
-            await server.restart()
-        except StartupError as error:
-            log.error("broker cannot be started", reason=str(error), delay=MOST_DELAY)
-            await asyncio.sleep(MOST_DELAY)
+        await asyncio.sleep(delay)
+        delay = max(LEAST_DELAY, delay / 2)
+        if server.alive and server.is_stuck():
+            log.error("the broker could not write, restarting it as there is room again")
+            server.signal(signal.SIGTERM)
+            delay = min(4 * delay, MOST_DELAY)
 
 
 def child_environment(settings: Settings, url: str, *, without: Collection[str] = ()) -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any, Literal, NamedTuple
 
 from ...schemas.errors import InvalidRequest, prompt_too_long
@@ -58,12 +59,16 @@ class Prepared(NamedTuple):
     images: tuple[PromptImage, ...] = ()  # of the first prompt
 
 
+_loading = Lock()  # of two threads that import transformers at the same time, one finds half of it
+
+
 def load_preparer(
     source: str, backend: str, tool_format: str, reasoning_format: str, limits: ImageLimits = ANY
 ) -> Preparer:
     """Load the preparer of a model, as its card describes it. Raises `ModelLoadError` and `ConfigurationError`."""
-    tokenizer, sight = load_tokenizer(source, backend), load_sight(source, backend, limits)
-    sight.warm()
+    with _loading:
+        tokenizer, sight = load_tokenizer(source, backend), load_sight(source, backend, limits)
+        sight.warm()
     return Preparer(tokenizer, tool_format=tool_format, reasoning_format=reasoning_format, sight=sight)
 
 

@@ -79,7 +79,7 @@ class JetStreamBroker:
         self._configs: dict[str, Json] = {}  # of streams in memory, as `ensure` requested them, by name
         self._consumers: list[PullConsumer] = []
         self._buckets: dict[str, JetStreamBucket] = {}  # by name; set by bucket
-        self.clock = BrokerClock(partial(call, link, f"STREAM.INFO.{self._stream('EVENTS')}", at_once=True))
+        self.clock = BrokerClock.of(link, self._stream("EVENTS"))
         link.on_recover(self._restore)
 
     @classmethod

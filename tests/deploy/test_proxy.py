@@ -105,3 +105,30 @@ def test_what_comes_through_nginx_is_what_the_bridge_says(served: Served, proxy:
     with proxy.stream("POST", "/v1/completions", json={**body, "max_tokens": 1900, "stream": True}) as stream:
         next(stream.iter_lines())
     until(lambda: "disconnected=True" in served.process.output)
+
+
+def test_half_an_answer_is_not_whole_behind_nginx_with_its_defaults(served: Served, tmp_path: Path) -> None:
+    """It speaks HTTP/1.0 to the bridge, where an answer ends with its connection, as one does whose bridge died."""
+    folder = tmp_path / "nginx"
+    folder.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    (folder / "site.conf").write_text(
+        f"server {{ listen 127.0.0.1:{port}; location / {{ proxy_pass {served.url}; }} }}\n"
+    )
+    (folder / "nginx.conf").write_text(MAIN.format(folder))
+    body = {"model": "tiny", "prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    with subprocess.Popen(["nginx", "-c", str(folder / "nginx.conf")], stderr=subprocess.PIPE, text=True) as nginx:
+        try:
+            until(lambda: nginx.poll() is None and _listens(port))
+            address = f"http://127.0.0.1:{port}/v1/completions"
+            with httpx2.stream("POST", address, json=body, timeout=60, trust_env=False) as stream:
+                lines = stream.iter_lines()
+                assert next(lines).startswith("data: {")
+                family = psutil.Process(served.process.pid).children()
+                (front,) = (process for process in family if "front" in process.cmdline())
+                front.kill()
+                with pytest.raises(httpx2.RemoteProtocolError):
+                    list(lines)
+        finally:
+            nginx.terminate()

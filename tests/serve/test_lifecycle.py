@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -20,14 +20,18 @@ import httpx2
 import psutil
 import pytest
 import structlog
-from serving import START_TIMEOUT, Serve, Served, Start, until
+from serving import LOOK, START_TIMEOUT, Serve, Served, Start, until
 from setting_up import set_up
 
 from penstock.api.serve import processes
 from penstock.api.serve.processes import Part, ProcessKeeper, child_environment, keep_broker
 from penstock.api.serve.supervisor import say
 from penstock.config.settings import Settings
+from penstock.schemas.errors import BrokerUnavailable, StartupError
+from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.nats.servers.server import EmbeddedServer
+from penstock.streams.outages import through_outages
+from penstock.streams.port import StreamSpec
 
 BODY = {"model": "echo", "prompt": "x" * 200, "max_tokens": 200, "stream": True}
 
@@ -231,6 +235,73 @@ async def test_a_part_that_finds_no_broker_while_it_restarts_waits_for_it(tmp_pa
         over.set()
         await keeping
     broker.cancel()
+    await server.stop()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """One of 24 MiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounting = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", path], capture_output=True)
+    if mounting.returncode:
+        pytest.skip("needs a machine where it may mount")
+    yield path
+    subprocess.run(["umount", "-l", path], check=True)
+
+
+async def test_a_broker_whose_disk_was_full_stores_again_when_there_is_room(disk: Path) -> None:
+    server = await EmbeddedServer.start(disk / "state")
+    broker = await JetStreamBroker.connect(server.url, namespace="p", timeout=0.5)
+    await broker.ensure([StreamSpec("LEDGER", ("p.ledger",), "limits", "file")], [])
+    await broker.publish("p.ledger", b"first", message_id="first")
+    with (disk / "other").open("wb", buffering=0) as other, pytest.raises(OSError, match="No space left"):
+        while True:
+            other.write(bytes(1 << 10))
+    keeping = asyncio.create_task(keep_broker(server))
+    with pytest.raises(BrokerUnavailable):
+        for number in range(20):
+            await broker.publish("p.ledger", bytes(1 << 10), message_id=f"{number}")
+    (disk / "other").unlink()
+    async with asyncio.timeout(START_TIMEOUT):
+        await through_outages(lambda: broker.publish("p.ledger", b"last", message_id="last"), "p.ledger")
+    stored = await broker.replay("LEDGER", "p.ledger")
+    assert (stored[0].data, stored[-1].data) == (b"first", b"last")
+    keeping.cancel()
+    await broker.close()
+    await server.stop()
+
+
+async def test_a_broker_that_could_not_write_is_restarted_once(tmp_path: Path) -> None:
+    server = await EmbeddedServer.start(tmp_path / "state")
+    with (tmp_path / "state" / "nats-server.log").open("ab") as log:
+        log.write(b"[1] [ERR] Filestore [X] Critical write error: write /x/msgs/1.blk: no space left on device\n")
+    assert server.is_stuck()
+    await server.restart()
+    assert not server.is_stuck()
+    await server.stop()
+
+
+async def test_a_broker_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where its disk is full, or its log is another user's."""
+    monkeypatch.setattr(processes, "MOST_DELAY", 0.01)
+    state = tmp_path / "state"
+    server = await EmbeddedServer.start(state)
+    os.kill(server.pid, signal.SIGKILL)
+    await server.wait()
+    (state / "nats-server.log").rename(tmp_path / "log")
+    (state / "nats-server.log").mkdir()
+    with pytest.raises(StartupError, match=r"^cannot use the state directory .*nats-server.log"):
+        await server.restart()
+    with structlog.testing.capture_logs() as logs:
+        keeping = asyncio.create_task(keep_broker(server))
+        while not any(entry["event"] == "broker cannot be started" for entry in logs):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    (state / "nats-server.log").rmdir()
+    async with asyncio.timeout(START_TIMEOUT):
+        while not server.alive:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK)
+    keeping.cancel()
     await server.stop()
 
 

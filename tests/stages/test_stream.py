@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import uuid
 from collections import OrderedDict
 
 import pytest
 from memory_pipeline import Pipeline, validated
+from raw_events import PATIENCE
 
-from penstock.schemas.events import Accepted, Delta, Event, Output, Started, Token
+from penstock.schemas.events import Accepted, Delta, Done, Event, Output, Started, Token, Usage
 from penstock.schemas.jobs import ValidatedJob
+from penstock.schemas.loops import Step
 from penstock.schemas.wire import codec
 from penstock.stages import Pipe
 from penstock.stages.stream import EventPublisher
@@ -94,5 +97,35 @@ def test_an_answer_that_is_faster_than_its_acceptance_comes_behind_it(
         await own.emit(accepted, tenant=job.tenant, bridge=job.bridge, key="accepted")
         first, second = await events(pipe, job)
         assert first == accepted and isinstance(second, Token)
+
+    pipeline.runner.run(scene())
+
+
+@pytest.mark.parametrize("is_together", [True, False], ids=["in one message", "in two"])
+def test_the_end_of_a_turn_is_told_though_the_copy_that_stored_it_died(pipeline: Pipeline, is_together: bool) -> None:
+    """The stage tools goes on when it hears so: else a response in the background would never end."""
+
+    async def scene() -> None:
+        pipe, turn = pipeline.pipe, f"resp_{uuid.uuid4().hex}-2"
+        job = validated(turn, pipe)
+        told: asyncio.Queue[Message] = asyncio.Queue()
+        await pipe.broker.listen(pipe.subjects.tools(job.priority, job.tenant), told.put_nowait)
+        started = Started(turn, 1, "holder", job.tenant, job.bridge, job.choices, job.prompt_tokens)
+        said = Delta(turn, 1, 0, 0, tuple(b"hello"), "hello")
+        end = Delta(turn, 1, 0, 5, (256,), "", finish_reason="stop")
+        parts: list[list[Output]] = [[started, said, end]] if is_together else [[started, said], [end]]
+        events_at = pipe.subjects.events(job.tenant, job.bridge, turn)
+        for event in (Token(turn, 0, 0, tuple(b"hello"), "hello"), Done(turn, ("stop",), Usage(5, 6, 11))):
+            await pipe.store(events_at, codec.encode(event), f"{turn}.{event.type}", codec.EVENT)
+        subject = pipe.outputs_of(job.tenant, turn)
+        for number, part in enumerate(parts):
+            await pipe.store(subject, codec.encode_outputs(part), f"{turn}.{number}", codec.OUTPUTS)
+        messages = await pipe.broker.replay("STREAM", subject)
+        publisher = EventPublisher(dataclasses.replace(pipe, trails=OrderedDict()), 0)
+        for message in messages:
+            await publisher.publish(codec.decode_outputs(message.data), message)
+        assert publisher.settled and len(await events(pipe, job)) == 2
+        async with asyncio.timeout(PATIENCE):
+            assert codec.decode_model(Step, (await told.get()).data, codec.STEP).turn == turn
 
     pipeline.runner.run(scene())

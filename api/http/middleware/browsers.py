@@ -110,14 +110,6 @@ class SharedOrigins(CORSMiddleware):
         return error_response(ErrorBody.of(_foreign_origin(origin)))
 
 
-def is_loopback(host: str) -> bool:
-    """Whether a server that listens on `host` can be reached only from this machine."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
-
-
 def _host(address: str) -> str:
     """The host of `host:port`, an IPv6 address without its brackets."""
     name = address.lower()

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -28,6 +29,9 @@ _START_TIMEOUT = 30.0  # seconds; reading a large store takes a while
 _STOP_TIMEOUT = 10.0  # seconds between SIGTERM and SIGKILL
 _POLL = 0.01
 _LOG_TAIL = 3  # lines of the log that an error message shows
+_write_error = re.compile(
+    rb"no space left on device|disk quota exceeded|input/output error|read-only file system"
+).search
 
 
 class EmbeddedServer:
@@ -55,7 +59,9 @@ class EmbeddedServer:
         self._jetstream = jetstream
         self._authorization = authorization
         self._port = -1  # the server chooses one at first; set by `_spawn`
-        self._process: asyncio.subprocess.Process  # set by `_spawn`
+        self._process: asyncio.subprocess.Process  # set by `_spawn`, like these
+        self._read_to = 0  # of the log, in bytes, as `is_stuck` knows it
+        self._has_failed = False  # to write
 
     @classmethod
     async def start(
@@ -110,6 +116,17 @@ class EmbeddedServer:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 
+    def is_stuck(self) -> bool:
+        """Whether the server could not write what now could be written.
+
+        nats-server takes nothing more into a stream for which a write has failed, and never tries again.
+        """
+        with contextlib.suppress(OSError), (self._state / "nats-server.log").open("rb") as log:
+            log.seek(self._read_to)
+            self._has_failed |= _write_error(told := log.read()) is not None
+            self._read_to += len(told)
+        return self._has_failed and self._has_room()
+
     async def wait(self) -> int:
         """Wait for the process to end; returns its exit status, negative for a signal."""
         return await self._process.wait()
@@ -135,16 +152,34 @@ class EmbeddedServer:
             self._process.kill()
             await self._process.wait()
 
+    def _has_room(self) -> bool:
+        """Whether the disk takes a message of the largest size."""
+        path = self._state / "room"
+        try:
+            path.write_bytes(bytes(_MAX_PAYLOAD))
+            return True
+        except OSError:
+            return False
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
     async def _spawn(self) -> None:
         ports = self._state / "ports"
         shutil.rmtree(ports, ignore_errors=True)
-        ports.mkdir()
-        with (self._state / "nats-server.log").open("ab") as log:
+        try:
+            ports.mkdir()
+            config = self._write_config(ports)
+            log = (self._state / "nats-server.log").open("ab")
+        except OSError as error:
+            raise _unusable(self._state, error) from error
+        with log:
+            self._read_to, self._has_failed = log.tell(), False
             try:
                 self._process = await asyncio.create_subprocess_exec(
                     self._binary,
                     "-c",
-                    self._write_config(ports),
+                    config,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -232,8 +267,12 @@ def _claim(state_dir: Path) -> tuple[Path, FileLock]:
             f"the state directory {state} is in use by another Penstock; stop that one or choose another --state-dir"
         ) from None
     except OSError as error:
-        raise StartupError(f"cannot use the state directory {state}: {error}; choose another --state-dir") from error
+        raise _unusable(state, error) from error
     return state, lock
+
+
+def _unusable(state: Path, error: OSError) -> StartupError:
+    return StartupError(f"cannot use the state directory {state}: {error}; choose another --state-dir")
 
 
 def _find(binary: Path | None) -> Path:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -367,3 +370,31 @@ def test_a_prompt_that_is_far_too_long_is_refused_before_all_of_it_is_read(
 def test_a_long_prompt_that_fits_is_tokenised_as_a_whole(tokenizers: dict[str, Tokenizer], prepare: Prepare) -> None:
     long = "All the words of it. " * 5_000
     assert prepare("plain", context_length=500_000, prompt=long).prompts == [tokenizers["plain"].encode(long)]
+
+
+AT_ONCE = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+from penstock.engine.preparing.prepare import load_preparer
+
+begin = Barrier(4)
+
+
+def load(_: int) -> int:
+    begin.wait()
+    return len(load_preparer(sys.argv[1], "paged", "auto", "auto").tokenizer.encode("hello"))
+
+
+with ThreadPoolExecutor(4) as pool:
+    print(*pool.map(load, range(4)))
+"""
+
+
+def test_two_that_load_a_model_at_once_both_get_it(tiny_model: Path, tmp_path: Path) -> None:
+    """In a process that has not imported transformers, and where no tokenizer is kept: as at the first two requests."""
+    own = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    loading = subprocess.run([sys.executable, "-c", AT_ONCE, tiny_model], env=own, capture_output=True, text=True)
+    assert loading.returncode == 0, loading.stderr
+    assert len(set(loading.stdout.split())) == 1

@@ -13,7 +13,7 @@ from setting_up import set_up
 from penstock.api.serve.connecting import connected
 from penstock.config.settings import Settings
 from penstock.schemas.errors import BrokerUnavailable
-from penstock.streams.nats.clock import BrokerClock
+from penstock.streams.nats.clock import BrokerClock, own_clock
 from penstock.streams.nats.management import Json
 from penstock.streams.nats.servers.server import EmbeddedServer
 
@@ -71,11 +71,32 @@ async def test_a_clock_that_is_set_is_found_out_and_told_once() -> None:
     ]
 
 
+def is_kept(address: str) -> bool:
+    """Whether the time goes on where the machine's clock is set."""
+    machine = Machine(time.time(), 0.0)
+    own = own_clock(address, lambda: machine.own)
+    before = own()
+    assert before == pytest.approx(machine.own)
+    machine.own += 3600
+    return own() == pytest.approx(before, abs=60)
+
+
+@pytest.mark.parametrize("address", ["nats://n1.example.org:4222", "nats://127.0.0.1:4222,tls://192.0.2.7"])
+def test_deadlines_stay_where_a_machines_clock_is_set(address: str) -> None:
+    assert is_kept(address)
+
+
+@pytest.mark.parametrize("address", ["nats://127.0.0.1:4222", "nats://localhost:4222,nats://[::1]:4223"])
+def test_a_broker_of_this_machine_has_its_clock(address: str) -> None:
+    """Whoever sets it sets it for both, and they must not differ until the next comparison."""
+    assert not is_kept(address)
+
+
 async def test_whoever_connects_goes_by_the_brokers_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = await EmbeddedServer.start(tmp_path / "nats")
     await set_up({"PENSTOCK_NATS_URL": server.url})
     made = BrokerClock.__init__
-    monkeypatch.setattr(BrokerClock, "__init__", lambda self, ask: made(self, ask, lambda: time.time() + 7200))
+    monkeypatch.setattr(BrokerClock, "__init__", lambda self, ask, _: made(self, ask, lambda: time.time() + 7200))
     async with connected(Settings(nats_url=server.url), "test") as broker:
         assert broker.now() == pytest.approx(time.time(), abs=60)
     await server.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from http_server import Server, request
 
 from penstock.api.http.middleware import connections
 from penstock.api.http.middleware.connections import MAX_PIPELINED, Connections, network
+from penstock.api.http.server import _room_for
 from penstock.config.settings import Settings
 from penstock.schemas.events import Accepted, Done, Token, Usage
 from penstock.schemas.jobs import Job
@@ -273,3 +275,30 @@ async def test_an_answer_that_nobody_reads_does_not_hold_its_connection(connecti
         wire = await server.wire()
         await wire.send(LIVE)
         assert (await wire.response()).status == 200
+
+
+async def test_connections_are_refused_before_there_are_no_files_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system allows few, and no more may be had: others were closed without an answer."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    async with Server.run() as server:
+        wires = [await server.wire() for _ in range(25)]
+        for wire in wires[:24]:
+            await wire.send(LIVE)
+            assert (await wire.response()).status == 200
+        response = await wires[24].response()
+        assert (response.status, response.error["code"]) == (503, "too_many_connections")
+
+
+def test_as_many_connections_as_were_asked_for_where_there_are_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_to: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: set_to.append(limits))
+    for soft, hard in (
+        (1024, 1 << 19),
+        (1024, resource.RLIM_INFINITY),
+        (resource.RLIM_INFINITY, -1),
+        (1 << 19, 1 << 19),
+    ):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limits=(soft, hard): limits)
+        assert _room_for(4096) == 4096
+    assert set_to == [(4608, 1 << 19), (4608, resource.RLIM_INFINITY)]

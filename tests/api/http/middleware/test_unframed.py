@@ -71,6 +71,20 @@ async def test_a_client_that_reads_late_misses_nothing() -> None:
         assert raw.count(b"x" * 20_000) == 100 and raw.endswith(b"data: [DONE]\n\n")
 
 
+async def test_a_stream_that_is_cut_off_does_not_look_complete() -> None:
+    async with Server.run(write_timeout=0.05) as server:
+        client, cancelled = server.socket(receive_buffer=4096), asyncio.Event()
+        await server.script.broker.listen(server.script.subjects.cancel_all(), lambda _: cancelled.set())
+        await asyncio.get_running_loop().sock_sendall(client, as_old(request("POST", "/v1/completions", STREAM)))
+        job = await server.script.job()
+        words = [said(index, "x" * 20_000) for index in range(400)]
+        await server.script.tell([Accepted("", "echo", 1, 1), *words], job)
+        await cancelled.wait()
+        with pytest.raises(ConnectionResetError):
+            while await asyncio.get_running_loop().sock_recv(client, 1 << 16):
+                pass
+
+
 async def test_whole_answers_and_heads_are_as_before() -> None:
     async with Server.run() as server:
         wires = [await server.wire() for _ in range(3)]
