@@ -10,7 +10,7 @@ from ..engine import EngineConfig
 from ..schemas.registry import ModelCard, WorkerCard, reserve_of
 from ..stages import Pipe, Runner
 from ..stages.infer.request_metrics import WorkerMetrics
-from ..stages.infer.stage import Infer
+from ..stages.infer.stage import MOST_EVENTS, Infer
 from ..streams.memory.broker import MemoryBroker
 from ..streams.stores.registry import Registry
 from .costs import StepClock, StepCosts
@@ -32,6 +32,10 @@ class Shape(NamedTuple):
 
 
 class SimulatedInfer(Infer):
+    def _pace(self) -> float:
+        """That of a machine with many cores, so that a scenario is the same on any."""
+        return len(self._publishers) / MOST_EVENTS
+
     async def _expose(self) -> None:
         """To nobody: the simulation counts for itself."""
 

@@ -27,7 +27,6 @@ _numbers = count()  # with _PROCESS they name each holder; a random name for eac
 _NO_HEADERS: Headers = {}
 _LONGEST_PAUSE = 0.5  # seconds
 _EACH = 0.01  # seconds for each event of a request, where the interval is no shorter
-_MOST_EVENTS = 1_000  # of a worker's streams in a second; more are made larger instead
 _MOST_TOKENS = 4096  # of the outputs of one message
 
 
@@ -43,7 +42,7 @@ class OutputPublisher:
         self,
         pipe: Pipe,
         job: ValidatedJob,
-        num_streams: Callable[[], int],
+        pace: Callable[[], float],
         metrics: RequestMetrics,
         adapter: str | None = None,
         images: tuple[PromptImage, ...] = (),
@@ -63,7 +62,7 @@ class OutputPublisher:
         self.ended = asyncio.Event()  # set by Infer
         self.is_cut = False  # the deadline came before every vector; half of them are no answer; set by relay
         self._pipe = pipe
-        self._num_streams = num_streams  # of the worker
+        self._pace = pace  # seconds for each event, while all streams of the worker are to have their turns
         self._subject = pipe.outputs_of(job.tenant, job.id)
         self._holder = f"{_PROCESS}-{next(_numbers)}"
         self._turn = asyncio.Lock()  # outputs are stored one after the other
@@ -130,7 +129,7 @@ class OutputPublisher:
             if handle.finished:
                 return
             going = sum(not other.finished for other in self.handles)  # each a prompt of the request
-            until = next_turn(told, len(deltas) * going, self._pipe.settings.relay_interval, self._num_streams())
+            until = next_turn(told, len(deltas) * going, self._pipe.settings.relay_interval, self._pace())
             if (early := until - loop.time()) > 0:
                 await handle.pause(early)
 
@@ -199,14 +198,15 @@ class OutputPublisher:
         return {**headers, HOPS: hops} if hops else headers
 
 
-def next_turn(told: float, events: int, interval: float, num_streams: int) -> float:
-    """The loop time at which a request that has just told of so many events may do so again; `interval` in seconds.
+def next_turn(told: float, events: int, interval: float, pace: float) -> float:
+    """The loop time at which a request that has just told of so many events may do so again.
 
     All streams take their turns at the same moments, multiples of the interval: what wakes the broker, the stages and
     the clients for one of them does so for all. Time passes for each event too, so that a request for many choices
     makes no more of them in a second than others, nor do many streams together; but never more than half a second.
+    `interval` is in seconds, `pace` in seconds for each event.
     """
-    each = max(min(interval, _EACH), num_streams / _MOST_EVENTS)
+    each = max(min(interval, _EACH), pace)
     until = told + max(interval, min(each * events, _LONGEST_PAUSE))
     return floor(until / interval + 1e-6) * interval if interval else until  # a clock may be early by so little
 

@@ -16,6 +16,7 @@ import structlog
 
 from ...config import metrics
 from ...engine import InferenceEngine
+from ...engine.cpu.machine import available_cores
 from ...engine.grammar.checker import SIMPLE
 from ...engine.vision.images import PromptImage
 from ...schemas.canaries import CANARY
@@ -45,6 +46,8 @@ from .spans import InferSpan
 
 log = structlog.get_logger(__name__)
 
+MOST_EVENTS = 1_000  # of a worker's streams in a second; more are made larger instead
+_EVENTS_OF_A_CORE = 150  # no more than so many, where the model may be computed on the same cores
 _ROOM_PAUSE = 0.0005  # least seconds between two reports of free seats
 
 
@@ -71,6 +74,7 @@ class Infer(Stage):
         self._arrivals = Arrivals()  # set by handle
         self._active = Counter[str]()  # seats that are taken, by tenant; set by _arrive and _depart
         self._free_reported = 0  # seats last reported free that no job has taken yet; set by _report_room
+        self._most_events = min(MOST_EVENTS, _EVENTS_OF_A_CORE * available_cores())
         self._has_news = asyncio.Event()  # about the room
         self._alone = asyncio.Lock()  # held while a request begins that may have killed a worker
 
@@ -231,11 +235,16 @@ class Infer(Stage):
             with outage_logged("keep_alive cannot be announced"):
                 await self.pipe.registry.announce_worker(self._card)
 
+    def _pace(self) -> float:
+        """Seconds for each event of a stream, so that all together make no more than the machine is good for."""
+        most = self._most_events if self.pipe.settings.relay_interval else MOST_EVENTS
+        return len(self._publishers) / most
+
     async def _publish_outputs(
         self, job: ValidatedJob, newest: int, adapter: str | None, images: tuple[PromptImage, ...]
     ) -> None:
         measured = (Unmeasured if job.tenant == CANARY else RequestMetrics)(job, self._metrics, self.pipe.now)
-        publisher = OutputPublisher(self.pipe, job, self._publishers.__len__, measured, adapter, images)
+        publisher = OutputPublisher(self.pipe, job, self._pace, measured, adapter, images)
         publisher.fallback = self._engine.fallback_for(request_of(job, job.prompts[0], adapter, images))
         if (visit := CURRENT.get()) is not None and visit.span is not None:
             publisher.span = InferSpan(visit.span, job, self._card.id)

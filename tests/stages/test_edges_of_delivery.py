@@ -110,7 +110,7 @@ def test_a_deadline_that_comes_before_the_work_is_not_forgotten(pipeline: Pipeli
         job = validated(f"r-{uuid.uuid4().hex}", pipeline.pipe)
         job = job.model_copy(update={"params": job.params.model_copy(update={"max_tokens": 400, "ignore_eos": True})})
         infer = pipeline.infer
-        publisher = OutputPublisher(pipeline.pipe, job, lambda: 1, RequestMetrics(job, WorkerMetrics("model", "w0")))
+        publisher = OutputPublisher(pipeline.pipe, job, lambda: 0.0, RequestMetrics(job, WorkerMetrics("model", "w0")))
         publisher.expire()
         await infer._continue(publisher, await pipeline.pipe.transcript(job.tenant, job.id))
         said = await pipeline.pipe.transcript(job.tenant, job.id)

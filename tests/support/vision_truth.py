@@ -49,7 +49,7 @@ def _joined(images: Sequence[PromptImage], processor: VisionProcessor, family: s
         most = max(one["pixel_values"].shape[1] for one in each)
         for one in each:
             for name in ("pixel_values", "pixel_attention_mask"):
-                lacking = (0, most - one[name].shape[1])
-                one[name] = np.pad(one[name], ((0, 0), lacking, (0, 0))[: one[name].ndim])
+                behind = (0, most - one[name].shape[1])
+                one[name] = np.pad(one[name], ((0, 0), behind, (0, 0))[: one[name].ndim])
     axis = 1 if family == "smolvlm" else 0
     return {name: torch.from_numpy(np.concatenate([one[name] for one in each], axis)) for name in each[0]}

@@ -33,7 +33,7 @@ def test_what_many_choices_have_to_say_is_one_message(pipeline: Pipeline) -> Non
     async def scene() -> None:
         pipe, job = pipeline.pipe, validated("wide", pipeline.pipe)
         job = job.model_copy(update={"params": job.params.model_copy(update={"n": 40})})
-        publisher = OutputPublisher(pipe, job, lambda: 1, RequestMetrics(job, WorkerMetrics("model", "w0")))
+        publisher = OutputPublisher(pipe, job, lambda: 0.0, RequestMetrics(job, WorkerMetrics("model", "w0")))
         await publisher.relay(handle_of(40, [delta(choice, reason="stop") for choice in range(40)]))
         (message,) = await pipe.broker.replay("STREAM", pipe.outputs_of(job.tenant, job.id))
         started, *said = codec.decode_outputs(message.data)
@@ -55,26 +55,26 @@ def test_a_message_holds_no_more_than_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("events", "interval", "streams", "turn"),
+    ("events", "interval", "pace", "turn"),
     [
-        (1, 0.04, 1, 7.04),
-        (0, 0.04, 1, 7.04),
-        (4, 0.04, 1, 7.04),
-        (8, 0.04, 1, 7.08),
-        (30, 0.04, 1, 7.28),
-        (128, 0.04, 1, 7.48),
-        (1, 0.04, 40, 7.04),
-        (1, 0.04, 120, 7.12),
-        (1, 0.04, 1000, 7.48),
-        (4, 0.8, 1, 7.2),
+        (1, 0.04, 0.001, 7.04),
+        (0, 0.04, 0.001, 7.04),
+        (4, 0.04, 0.001, 7.04),
+        (8, 0.04, 0.001, 7.08),
+        (30, 0.04, 0.001, 7.28),
+        (128, 0.04, 0.001, 7.48),
+        (1, 0.04, 0.04, 7.04),
+        (1, 0.04, 0.12, 7.12),
+        (1, 0.04, 1, 7.48),
+        (4, 0.8, 0.001, 7.2),
         (2, 0.0, 0, 7.01),
-        (2, 0.0, 100, 7.21),
+        (2, 0.0, 0.1, 7.21),
     ],
 )
 def test_streams_take_turns_together_and_time_passes_for_each_event(
-    events: int, interval: float, streams: int, turn: float
+    events: int, interval: float, pace: float, turn: float
 ) -> None:
-    assert next_turn(7.01, events, interval, streams) == pytest.approx(turn)
+    assert next_turn(7.01, events, interval, pace) == pytest.approx(turn)
 
 
 async def test_a_pause_ends_with_the_last_delta() -> None:
@@ -101,7 +101,7 @@ def test_each_turn_is_an_interval_after_the_one_before() -> None:
     for interval in (0.01, 0.04, 0.1, 1.0):
         told = 12_345.6
         for _ in range(1000):
-            turn = next_turn(told, 1, interval, 1)
+            turn = next_turn(told, 1, interval, 0.001)
             assert 0 < turn - told < 1.001 * interval
             assert told == 12_345.6 or turn - told > 0.999 * interval
             told = turn
