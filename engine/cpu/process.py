@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -86,13 +87,13 @@ def expect_large_pages(start: int, size: int) -> None:
 
 
 def populate(spans: Iterable[tuple[int, int]]) -> None:
-    """Have Linux allocate the pages of 2 MB at `spans`, addresses and bytes, whose contents stay as they are; it then
-    need not do so, and clear them, when they are first written. MADV_POPULATE_WRITE needs Linux 5.14."""
+    """Have Linux allocate the pages at `spans`, addresses and bytes, whose contents stay as they are; it then need not
+    do so, and clear them, when they are first written. MADV_POPULATE_WRITE needs Linux 5.14."""
     if sys.platform == "linux":
         madvise = _madvise()
         for start, size in spans:
-            first = start // _PAGE * _PAGE
-            madvise(first, -(-(start + size - first) // _PAGE) * _PAGE, _POPULATE)
+            first = start // mmap.PAGESIZE * mmap.PAGESIZE
+            madvise(first, start + size - first, _POPULATE)
 
 
 def _madvise() -> Callable[[int, int, int], int]:

@@ -10,8 +10,10 @@ import threading
 import pytest
 import torch
 
+from penstock.engine.cpu.process import populate
 from penstock.engine.paged.kv.kv_cache import LayerSpec, SlicedPool, populated
 
+LARGE = 2 << 20  # bytes of a large page
 HEAD = 8 << 20  # bytes of one head's keys
 POPULATE_WRITE = 23  # see mman.h
 
@@ -52,6 +54,22 @@ def test_what_the_first_blocks_take_is_allocated_before_a_request_comes() -> Non
     assert all(is_allocated(head + offset) for head in heads for offset in (0, 100_000, 500_000))
     assert not any(is_allocated(head + HEAD * 3 // 4) for head in heads)
     assert all(pool.memory.count_nonzero() == 0 for pool in pools)
+
+
+def test_memory_behind_a_gap_is_allocated() -> None:
+    """As at the beginning of a mapping, which need not be that of a large page."""
+    if not can_populate():
+        pytest.skip("needs Linux 5.14")
+    memory = mmap.mmap(-1, 4 * LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    gap = -(-begin // LARGE) * LARGE
+    protect = ctypes.CDLL(None).mprotect
+    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    assert protect(gap, LARGE // 2, 0) == 0, "no one may write there"
+    start = gap + LARGE // 2 + 64
+    populate([(start, 500_000)])
+    assert all(is_allocated(start + offset) for offset in (0, 250_000, 499_999))
+    assert protect(gap, LARGE // 2, mmap.PROT_READ | mmap.PROT_WRITE) == 0
 
 
 def test_small_pools_are_left_alone() -> None:
