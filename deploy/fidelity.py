@@ -50,8 +50,8 @@ async def real(url: str, rate: float, requests: int, prompt: int, answer: int) -
 
     async def one() -> Sample:
         ids = [chance.randrange(100, 1000) for _ in range(prompt)]
-        body = {"model": model, "prompt": ids, "max_tokens": answer, "ignore_eos": True, "stream": True}
-        return await client.post("/v1/completions", body | {"temperature": 0})
+        body = {"model": model, "prompt": ids, "max_tokens": answer, "ignore_eos": True, "temperature": 0}
+        return await client.post("/v1/completions", body | {"stream": True, "stream_options": {"include_usage": True}})
 
     for _ in range(3):
         await one()
