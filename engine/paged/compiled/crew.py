@@ -1,7 +1,7 @@
 """How many threads compute a step: fewer while other programs want their cores.
 
 The threads of a step wait for each other more than a hundred times. Where one shares its core with another program,
-all of them come to wait whenever Linux gives that program its turn: on two cores a busy browser makes steps ten times
+all of them come to wait whenever Linux gives that program its turn: on two cores one busy program makes steps ten times
 slower, and one thread alone is several times faster than two. What a step computes is the same on any number.
 """
 
@@ -33,9 +33,8 @@ class Crew:
         self._most = most
         self._clock = clock
         self._steps = 0
-        self._spent = self._waited = (
-            0.0  # seconds since the last judgement: of the steps, and of the threads that waited
-        )
+        self._spent = 0.0  # seconds of the steps since the last judgement
+        self._waited = 0.0  # and of their threads that waited, together
         self._pause = _FIRST_PAUSE
         self._again = 0.0  # when one more may be tried
         self._is_trial = False  # of one more
@@ -45,7 +44,7 @@ class Crew:
         model.threads = self.threads
         began = self._clock()
         code = step(ctypes.byref(model), *given)  # type: ignore[arg-type]
-        if self._most > 1:
+        if self._most > 1 and not code:  # it has computed
             self.tell(self._clock() - began, model.slept / 1e9)
         return code
 
