@@ -10,13 +10,14 @@ from ..engine import EngineConfig
 from ..schemas.registry import ModelCard, WorkerCard, reserve_of
 from ..stages import Pipe, Runner
 from ..stages.infer.request_metrics import WorkerMetrics
-from ..stages.infer.stage import MOST_EVENTS, Infer
+from ..stages.infer.stage import Infer
 from ..streams.memory.broker import MemoryBroker
 from ..streams.stores.registry import Registry
 from .costs import StepClock, StepCosts
 from .engine import LoopDriver, SimulatedBackend, simulated_engine
 from .link import Link
 
+CORES = 64  # of each worker's machine: a scenario is the same on any of ours
 HOST = "simulated"  # no host of this name answers whether a process has ended
 
 
@@ -32,10 +33,6 @@ class Shape(NamedTuple):
 
 
 class SimulatedInfer(Infer):
-    def _pace(self) -> float:
-        """That of a machine with many cores, so that a scenario is the same on any."""
-        return len(self._publishers) / MOST_EVENTS
-
     async def _expose(self) -> None:
         """To nobody: the simulation counts for itself."""
 
@@ -69,6 +66,7 @@ class SimulatedWorker:
         )
         # One set of metrics for all: a thousand workers' would take more memory than the rest.
         infer = SimulatedInfer(pipe, self._engine, card, WorkerMetrics(shape.model.name, HOST, loop.time))
+        infer.cores = CORES
         self._runner = Runner(infer, pipe)
         self._task = asyncio.create_task(self._runner.run())
 

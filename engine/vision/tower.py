@@ -280,7 +280,7 @@ class Vision:
     def _to_device(self, arrays: Arrays) -> dict[str, Tensor]:
         made = {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
         if self.processor.narrows:
-            (dtype, *_) = (one.dtype for name, one in self._body.named_parameters() if is_of_tower(name))
+            dtype = next(one.dtype for name, one in self._body.named_parameters() if is_of_tower(name))
             made["pixel_values"] = made["pixel_values"].to(dtype)
         return made
 

@@ -27,6 +27,8 @@ _numbers = count()  # with _PROCESS they name each holder; a random name for eac
 _NO_HEADERS: Headers = {}
 _LONGEST_PAUSE = 0.5  # seconds
 _EACH = 0.01  # seconds for each event of a request, where the interval is no shorter
+_MOST_EVENTS = 1_000  # of a worker's streams in a second; more are made larger instead
+_EVENTS_OF_A_CORE = 150  # no more than so many, where the model may be computed on the same cores
 _MOST_TOKENS = 4096  # of the outputs of one message
 
 
@@ -209,6 +211,14 @@ def next_turn(told: float, events: int, interval: float, pace: float) -> float:
     each = max(min(interval, _EACH), pace)
     until = told + max(interval, min(each * events, _LONGEST_PAUSE))
     return floor(until / interval + 1e-6) * interval if interval else until  # a clock may be early by so little
+
+
+def pace(num_streams: int, interval: float, cores: int) -> float:
+    """Seconds for each event of a stream, so that all of a worker together make no more than the machine is good for.
+
+    Without an `interval` few cores are no reason to send tokens together.
+    """
+    return num_streams / min(_MOST_EVENTS, _EVENTS_OF_A_CORE * cores if interval else _MOST_EVENTS)
 
 
 def messages(deltas: Iterable[Delta]) -> Iterator[list[Delta]]:

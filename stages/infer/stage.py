@@ -39,15 +39,13 @@ from ..transcript import Transcript
 from ..visits import CURRENT
 from .adapters import WorkerAdapters
 from .arrivals import Arrivals
-from .relay import OutputPublisher
+from .relay import OutputPublisher, pace
 from .request_metrics import RequestMetrics, Unmeasured, WorkerMetrics, exposed
 from .requests import request_of, requests_of
 from .spans import InferSpan
 
 log = structlog.get_logger(__name__)
 
-MOST_EVENTS = 1_000  # of a worker's streams in a second; more are made larger instead
-_EVENTS_OF_A_CORE = 150  # no more than so many, where the model may be computed on the same cores
 _ROOM_PAUSE = 0.0005  # least seconds between two reports of free seats
 
 
@@ -74,7 +72,7 @@ class Infer(Stage):
         self._arrivals = Arrivals()  # set by handle
         self._active = Counter[str]()  # seats that are taken, by tenant; set by _arrive and _depart
         self._free_reported = 0  # seats last reported free that no job has taken yet; set by _report_room
-        self._most_events = min(MOST_EVENTS, _EVENTS_OF_A_CORE * available_cores())
+        self.cores = available_cores()  # of the machine; a simulated one has others
         self._has_news = asyncio.Event()  # about the room
         self._alone = asyncio.Lock()  # held while a request begins that may have killed a worker
 
@@ -236,9 +234,7 @@ class Infer(Stage):
                 await self.pipe.registry.announce_worker(self._card)
 
     def _pace(self) -> float:
-        """Seconds for each event of a stream, so that all together make no more than the machine is good for."""
-        most = self._most_events if self.pipe.settings.relay_interval else MOST_EVENTS
-        return len(self._publishers) / most
+        return pace(len(self._publishers), self.pipe.settings.relay_interval, self.cores)
 
     async def _publish_outputs(
         self, job: ValidatedJob, newest: int, adapter: str | None, images: tuple[PromptImage, ...]

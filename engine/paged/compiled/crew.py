@@ -10,19 +10,13 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
-from typing import Protocol
+
+from .fields import ModelFields
 
 _STEPS = 4  # after which the share of waiting is judged
 _LONG = 0.05  # seconds, or after so long
-_MOST_WAITING = 0.3  # of the time of all threads: then two do less than one, and more little more with one less
+_MOST_WAITING = 0.3  # of the time of all threads: above it, two are slower than one
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 4.0  # seconds until one more is tried; doubled each time that this was too early
-
-
-class Measured(Protocol):
-    """A model's structure, with the threads of a step and the nanoseconds for which they waited, together."""
-
-    threads: int
-    slept: int
 
 
 class Crew:
@@ -39,11 +33,12 @@ class Crew:
         self._again = 0.0  # when one more may be tried
         self._is_trial = False  # of one more
 
-    def run(self, step: Callable[..., int], model: Measured, *given: int) -> int:
-        """Call `step` with the address of `model` and what is given; returns what it returns."""
+    def run(self, step: Callable[..., int], model: ModelFields, *given: int) -> int:
+        """Call `step` with the address of `model`, which holds the number of threads and for how many nanoseconds they
+        waited together, and with what is given; returns what it returns."""
         model.threads = self.threads
         began = self._clock()
-        code = step(ctypes.byref(model), *given)  # type: ignore[arg-type]
+        code = step(ctypes.byref(model), *given)
         if self._most > 1 and not code:  # it has computed
             self.tell(self._clock() - began, model.slept / 1e9)
         return code

@@ -12,7 +12,7 @@ from penstock.engine import EngineRequest, RequestHandle
 from penstock.schemas.events import Delta, FinishReason, Started, TokenLogprob
 from penstock.schemas.params import GenerationParams
 from penstock.schemas.wire import codec
-from penstock.stages.infer.relay import OutputPublisher, messages, next_turn
+from penstock.stages.infer.relay import OutputPublisher, messages, next_turn, pace
 from penstock.stages.infer.request_metrics import RequestMetrics, WorkerMetrics
 
 
@@ -75,6 +75,14 @@ def test_streams_take_turns_together_and_time_passes_for_each_event(
     events: int, interval: float, pace: float, turn: float
 ) -> None:
     assert next_turn(7.01, events, interval, pace) == pytest.approx(turn)
+
+
+@pytest.mark.parametrize(
+    ("streams", "interval", "cores", "events"),
+    [(32, 0.04, 2, 300), (1, 0.04, 2, 300), (32, 0.04, 16, 1000), (32, 0.04, 4, 600), (32, 0.0, 2, 1000)],
+)
+def test_on_few_cores_streams_make_fewer_events(streams: int, interval: float, cores: int, events: int) -> None:
+    assert streams / pace(streams, interval, cores) == pytest.approx(events)
 
 
 async def test_a_pause_ends_with_the_last_delta() -> None:
