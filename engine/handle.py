@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -45,6 +46,7 @@ class RequestHandle:
         self.request = request
         self.loop = asyncio.get_running_loop()
         self.preemptions: list[Preemption] = []  # that nobody has read; added by the scheduler, removed by the reader
+        self.times: dict[int, tuple[float, float]] = {}  # by choice: its first and its newest tokens; set by `put`
         self.finished = False  # every choice's last delta has been taken; set by `take`
         self.fallback: str | None = None  # the backend that runs it instead of the first; set by the engine
         self._cancel = cancel
@@ -59,6 +61,9 @@ class RequestHandle:
         """Add a delta; the engine's thread calls this, then schedules `wake` if `needs_wake` says so."""
         self._pending.append(delta)
         self._unput -= delta.finish_reason is not None
+        if delta.token_ids:
+            now = time.monotonic()
+            self.times[delta.choice] = self.times.get(delta.choice, (now, now))[0], now
 
     @property
     def needs_wake(self) -> bool:

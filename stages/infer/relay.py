@@ -127,7 +127,7 @@ class OutputPublisher:
                 if self.is_cut:
                     return
             for message in messages(map(self._addressed, deltas)):
-                await self._publish(message)
+                await self._publish(message, handle)
             if handle.finished:
                 return
             going = sum(not other.finished for other in self.handles)  # each a prompt of the request
@@ -141,18 +141,18 @@ class OutputPublisher:
         reason = "deadline" if self.expired and reason == "cancelled" else reason
         return dataclasses.replace(delta, request=self.job.id, finish_reason=reason)
 
-    async def _publish(self, deltas: Sequence[Delta]) -> None:
+    async def _publish(self, deltas: Sequence[Delta], handle: RequestHandle) -> None:
         """Publish deltas in one message, or in several where the broker takes only small ones."""
         try:
-            await self._tell_together(deltas)
+            await self._tell_together(deltas, handle)
         except PayloadTooLarge:
             if len(deltas) == 1:
                 raise
             middle = len(deltas) // 2
-            await self._publish(deltas[:middle])
-            await self._publish(deltas[middle:])
+            await self._publish(deltas[:middle], handle)
+            await self._publish(deltas[middle:], handle)
 
-    async def _tell_together(self, deltas: Sequence[Delta]) -> None:
+    async def _tell_together(self, deltas: Sequence[Delta], handle: RequestHandle) -> None:
         first = deltas[0]
         async with self._turn:
             if self._ours is None:
@@ -160,7 +160,7 @@ class OutputPublisher:
             elif self._ours:
                 self._ours = await self._store(deltas, f"{first.choice}.{first.index}.{first.finish_reason or ''}")
             if self._ours:
-                self.metrics.published(deltas)
+                self.metrics.published(deltas, handle.times)
                 if self.span is not None:
                     self.span.published(deltas)
         self.begun.set()

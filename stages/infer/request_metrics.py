@@ -19,6 +19,8 @@ from ...schemas.jobs import ValidatedJob
 from ...schemas.registry import OUTPUT_WEIGHT
 from .served import ServedTokens
 
+Times = dict[int, tuple[float, float]]  # by choice: seconds at which its first and its newest tokens were generated
+
 _WINDOW = 10.0  # seconds over which tokens a second are measured
 
 
@@ -59,8 +61,8 @@ class RequestMetrics:
     def __init__(self, job: ValidatedJob, worker: WorkerMetrics, now: Callable[[], float] = time.time) -> None:
         self._job, self._worker, self._now = job, worker, now
         self._began = now()
-        self._first: float | None = None  # when the first tokens were published; set by published
-        self._last: dict[int, float] = {}  # by choice, when its newest tokens were published; set by published
+        self._is_begun = False  # tokens were published; set by published
+        self._times: Times = {}  # of all published tokens; set by published
         self._counts: dict[int, int] = {}  # by choice, of its tokens; set by continued and published
         self._is_continued = False  # set by continued
 
@@ -80,28 +82,29 @@ class RequestMetrics:
         self._counts = {choice: len(ids) for choice, ids in enumerate(token_ids)}
         self._is_continued = any(self._counts.values())
 
-    def published(self, deltas: Sequence[Delta]) -> None:
-        """The deltas are stored."""
-        now = self._now()
+    def published(self, deltas: Sequence[Delta], times: Times) -> None:
+        """The deltas are stored. What lies between tokens is the engine's time, however many travelled together."""
         for delta in deltas:
             count = len(delta.token_ids)
             if count:
-                self._tokens(delta.choice, count, now)
+                self._tokens(delta.choice, count, times[delta.choice])
             if delta.finish_reason is not None:
                 self._worker.finished[delta.finish_reason].inc()
 
-    def _tokens(self, choice: int, count: int, now: float) -> None:
-        worker = self._worker
+    def _tokens(self, choice: int, count: int, times: tuple[float, float]) -> None:
+        worker, (first, newest) = self._worker, times
         worker.generation_tokens.inc(count)
         worker.served.add(self._job.tenant, OUTPUT_WEIGHT * count)
-        if self._first is None:
-            self._first = now
-            if not self._is_continued:
-                worker.first_token.observe(max(0.0, now - self._job.created))
-                worker.prefill_time.observe(max(0.0, now - self._began))
-        elif (before := self._last.get(choice)) is not None:
-            worker.inter_token.observe(max(0.0, now - before) / count)
-        self._last[choice] = now
+        if not (self._is_begun or self._is_continued):
+            now = self._now()
+            worker.first_token.observe(max(0.0, now - self._job.created))
+            worker.prefill_time.observe(max(0.0, now - self._began))
+        self._is_begun = True
+        if choice in self._times:
+            worker.inter_token.observe((newest - self._times[choice][1]) / count)
+        elif count > 1:
+            worker.inter_token.observe((newest - first) / (count - 1))
+        self._times[choice] = times
         self._counts[choice] = self._counts.get(choice, 0) + count
 
     def ended(self) -> None:
@@ -112,8 +115,10 @@ class RequestMetrics:
         worker.inference_time.observe(max(0.0, now - self._began))
         worker.request_generation.observe(total)
         worker.request_longest.observe(longest)
-        if self._first is not None and not self._is_continued:
-            decoding = max(0.0, max(self._last.values()) - self._first)
+        if self._is_begun and not self._is_continued:
+            decoding = max(newest for _, newest in self._times.values()) - min(
+                first for first, _ in self._times.values()
+            )
             worker.decode_time.observe(decoding)
             if longest > 1:
                 worker.time_per_token.observe(decoding / (longest - 1))
@@ -126,7 +131,7 @@ class Unmeasured(RequestMetrics):
 
     def continued(self, token_ids: Sequence[Sequence[int]]) -> None: ...
 
-    def published(self, deltas: Sequence[Delta]) -> None: ...
+    def published(self, deltas: Sequence[Delta], times: Times) -> None: ...
 
     def ended(self) -> None: ...
 

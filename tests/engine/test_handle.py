@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
+from penstock.engine import handle as module
 from penstock.engine.handle import RequestHandle
 from penstock.engine.request import EngineRequest
 from penstock.schemas.events import Delta, FinishReason
@@ -33,6 +35,18 @@ async def test_a_reader_takes_what_comes_as_it_begins_to_wait(monkeypatch: pytes
     async with asyncio.timeout(20):
         assert [one.index for one in await handle.take()] == [0]
     assert woken == [False]
+
+
+async def test_a_handle_tells_when_the_first_and_the_newest_tokens_of_a_choice_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handle, clock = handle_of(), iter((1.0, 3.0, 4.0))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    handle.put(delta(0))
+    handle.put(delta(1))
+    handle.put(Delta("r", 1, 1, 0, (5,), "x"))
+    handle.put(Delta("r", 1, 0, 2, (), "", None, "cancelled"))
+    assert handle.times == {0: (1.0, 3.0), 1: (4.0, 4.0)}
 
 
 async def test_a_reader_that_pauses_is_left_alone_until_the_end() -> None:

@@ -66,7 +66,7 @@ async def test_ten_thousand_requests_make_no_series() -> None:
             job = JOB.model_copy(update={"id": name, "tenant": f"tenant-{number}"})
             measured = RequestMetrics(job, worker, lambda: 2.0)
             measured.began()
-            measured.published([Delta(name, 1, 0, 0, (1, 2), "ab", finish_reason="length")])
+            measured.published([Delta(name, 1, 0, 0, (1, 2), "ab", finish_reason="length")], {0: (1.0, 2.0)})
             measured.ended()
             event: Event = Done(name, ("length",), Usage(5, 2, 7)) if number % 2 else Failed(name, BUSY)
             count_outcome(event)

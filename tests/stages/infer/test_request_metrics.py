@@ -28,6 +28,12 @@ def counted(name: str, worker: str) -> float:
     return metrics.REGISTRY.get_sample_value(name, {"model_name": "echo", "engine": worker}) or 0.0
 
 
+def inter_token(worker: str) -> list[float]:
+    """The sum of what was observed, with how often if more than once."""
+    total, times = (counted(f"vllm:inter_token_latency_seconds_{part}", worker) for part in ("sum", "count"))
+    return [total] if times == 1 else [total, times]
+
+
 def delta(index: int, count: int, *, end: bool = False) -> Delta:
     return Delta("r", 1, 0, index, tuple(range(count)), "x", finish_reason="length" if end else None)
 
@@ -42,9 +48,9 @@ def test_the_phases_of_a_request_add_up(pipeline: Pipeline) -> None:
     measured = RequestMetrics(job_of(pipeline), WorkerMetrics("echo", worker), clock)
     measured.began()
     clock.now = 103.0
-    measured.published([delta(0, 1)])
+    measured.published([delta(0, 1)], {0: (2.5, 2.5)})
     clock.now = 107.0
-    measured.published([delta(1, 4), delta(5, 4, end=True)])
+    measured.published([delta(1, 8, end=True)], {0: (2.5, 6.5)})
     measured.ended()
     assert counted("vllm:request_queue_time_seconds_sum", worker) == 1.0
     assert counted("vllm:request_prefill_time_seconds_sum", worker) == 2.0
@@ -55,7 +61,28 @@ def test_the_phases_of_a_request_add_up(pipeline: Pipeline) -> None:
     assert counted("vllm:request_time_per_output_token_seconds_sum", worker) == 0.5
     assert counted("vllm:generation_tokens_total", worker) == 9
     assert counted("vllm:request_generation_tokens_sum", worker) == 9
-    assert counted("vllm:inter_token_latency_seconds_count", worker) == 2
+    assert inter_token(worker) == [0.5]
+
+
+def test_tokens_that_travel_together_have_their_times_all_the_same(pipeline: Pipeline) -> None:
+    clock, worker = Clock(), next(_names)
+    clock.now = 101.0
+    measured = RequestMetrics(job_of(pipeline), WorkerMetrics("echo", worker), clock)
+    measured.began()
+    measured.published([delta(0, 9, end=True)], {0: (2.0, 6.0)})
+    measured.ended()
+    assert counted("vllm:request_decode_time_seconds_sum", worker) == 4.0
+    assert inter_token(worker) == [0.5]
+
+
+def test_a_request_decodes_from_the_first_token_of_any_choice_to_the_last_of_all(pipeline: Pipeline) -> None:
+    worker = next(_names)
+    measured = RequestMetrics(job_of(pipeline), WorkerMetrics("echo", worker), Clock())
+    both = [delta(0, 3, end=True), Delta("r", 1, 1, 0, (7, 8, 9), "x", finish_reason="stop")]
+    measured.published(both, {0: (3.0, 5.0), 1: (2.0, 8.0)})
+    measured.ended()
+    assert counted("vllm:request_decode_time_seconds_sum", worker) == 6.0
+    assert inter_token(worker) == [4.0, 2]
 
 
 def test_of_a_takeover_each_worker_counts_its_own_tokens_and_one_the_whole(pipeline: Pipeline) -> None:
@@ -64,12 +91,12 @@ def test_of_a_takeover_each_worker_counts_its_own_tokens_and_one_the_whole(pipel
     clock.now = 101.0
     began = RequestMetrics(job, WorkerMetrics("echo", first), clock)
     began.began()
-    began.published([delta(0, 3)])
+    began.published([delta(0, 3)], {0: (1.0, 1.0)})
     clock.now = 110.0
     continued = RequestMetrics(job, WorkerMetrics("echo", second), clock)
     continued.continued([[1, 2, 3]])
     clock.now = 112.0
-    continued.published([delta(3, 2, end=True)])
+    continued.published([delta(3, 2, end=True)], {0: (1.0, 1.0)})
     continued.ended()
     for name, of_first, of_second in (
         ("vllm:generation_tokens_total", 3, 2),
@@ -87,7 +114,7 @@ def test_who_continues_before_the_first_token_measures_it(pipeline: Pipeline) ->
     clock.now = 150.0
     continued = RequestMetrics(job_of(pipeline), WorkerMetrics("echo", worker), clock)
     continued.continued([[]])
-    continued.published([delta(0, 1, end=True)])
+    continued.published([delta(0, 1, end=True)], {0: (1.0, 1.0)})
     assert counted("vllm:time_to_first_token_seconds_sum", worker) == 50.0
 
 
