@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import shutil
@@ -57,6 +58,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         quick = [file for file in files if not file[0].nodeid.startswith(SLOW)]
         pairs = zip_longest(slow, quick, fillvalue=list[pytest.Item]())
         items[:] = [item for pair in pairs for file in pair for item in file]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded_modules() -> None:
+    """What a module begins with is no garbage: an engine that closes would search a million objects for some."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ByteSize
+from threads import torch_threads
 
 from penstock.engine import EngineConfig, InferenceEngine
 from penstock.engine.paged import verdicts
@@ -19,6 +21,14 @@ MakeEngine = Callable[[str], InferenceEngine]
 MakeReference = Callable[[str], Any]
 
 _SCRIPT = Path(__file__).parents[2] / "deploy" / "tiny_model.py"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """But for kernels and compiled steps, which are also for several: tiny models are fastest on one thread."""
+    threads = torch.get_num_threads() if request.path.parent.name in ("cpu", "compiled") else 1
+    with torch_threads(threads):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ByteSize
-from threads import torch_threads
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams
 from penstock.engine.choice import Choice
@@ -30,13 +29,6 @@ BLOCK_BYTES = 16384  # of the tiny llama, in float32
 PROMPT = [5, 6, 7]
 GREEDY = GenerationParams(temperature=0, max_tokens=8, ignore_eos=True)
 Load = Callable[..., PagedBackend]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny matrices are fastest so."""
-    with torch_threads(1):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ its prompt was cut, on what the cache still held, or on how often it was preempt
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import shutil
@@ -23,7 +22,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from threads import torch_threads
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, InferenceEngine
 from penstock.engine.backend import Backend
@@ -139,15 +137,6 @@ class Oracle:
         keys: int = blocks * BLOCK * layers * 2 * heads * head_dim * 4
         # Of what is left besides, states take more than they need, up to half of all.
         return keys + (states if states <= keys else states * LEAST_STATES // STATES)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_machine() -> Iterator[None]:
-    """Tiny matrices are fastest on one thread, and each engine that closes collects garbage: not all that is loaded."""
-    gc.freeze()
-    with torch_threads(1):
-        yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from pydantic import ByteSize
-from threads import torch_threads
 from vision_models import make_vision_model, picture
 from vision_runs import requests_of
 
@@ -89,20 +88,18 @@ def check(directory: Path, dtype: str, request: EngineRequest, others: Sequence[
 def test_a_long_prompt(shape: str, dtype: str, model_directory: Callable[[str], Path]) -> None:
     """Beyond 1,024 tokens, where torch would be faster."""
     directory = model_directory(shape)
-    with torch_threads(1), InferenceEngine(config(directory, dtype)) as engine:
+    with InferenceEngine(config(directory, dtype)) as engine:
         long, *others = requests_of(engine, [LONG, "A short one.", "Another short one, which is longer."], PARAMS)
     assert len(long.prompt) > 1024
-    with torch_threads(1):
-        check(directory, dtype, long, others)
+    check(directory, dtype, long, others)
 
 
 @dtypes
 @families
 def test_a_prompt_with_images(family: str, dtype: str, directory_of: Callable[[str], Path]) -> None:
     directory = directory_of(family)
-    with torch_threads(1), InferenceEngine(config(directory, dtype)) as engine:
+    with InferenceEngine(config(directory, dtype)) as engine:
         mark = engine.image_mark
         seeing = ImageText(f"{mark} is one, {mark} another. Which?", (picture(80, 30, 1), picture(40, 90, 2)))
         given, *others = requests_of(engine, [seeing, ImageText(f"{mark}?", (picture(),)), "No picture."], PARAMS)
-    with torch_threads(1):
-        check(directory, dtype, given, others)
+    check(directory, dtype, given, others)

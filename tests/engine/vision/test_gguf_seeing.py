@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,6 @@ import pytest
 import torch
 from gguf_pairs import KINDS, write_pair
 from pydantic import ByteSize
-from threads import torch_threads
 from vision_models import make_vision_model, picture
 from vision_runs import requests_of, run
 from vision_truth import expected, reference
@@ -71,13 +70,6 @@ def prompts_of(mark: str) -> list[Prompt]:
         ImageText(f"{mark} is one, {mark} another. Which is larger?", (picture(150, 60, 1), picture(40, 90, 2))),
         TEXT,
     ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny matrices are fastest on one."""
-    with torch_threads(1):
-        yield
 
 
 @pytest.fixture(scope="module")

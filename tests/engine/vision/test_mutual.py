@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from pydantic import ByteSize
-from threads import torch_threads
 from transformers import AutoTokenizer
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.modeling_gemma3 import get_block_sequence_ids_for_mask
@@ -35,12 +33,6 @@ from penstock.schemas.errors import InvalidRequest
 COUNT = 12
 GREEDY = GenerationParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
 CROPS = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 16}  # of smaller pictures than those of real models
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_machine() -> Iterator[None]:
-    with torch_threads(1):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ its prompt was cut, on what the cache still held, or on how often it was preempt
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,7 +16,6 @@ from typing import Any
 
 import pytest
 from pydantic import ByteSize
-from threads import torch_threads
 from vision_models import FAMILIES, make_vision_model, picture
 from vision_runs import requests_of, run
 from vision_truth import expected, reference
@@ -79,15 +77,6 @@ def truth(config_of: ConfigOf, reference_of: Callable[[str], Any]) -> Truth:
             return requests, [expected(reference_of(family), one, processor, family, COUNT) for one in requests]
 
     return cache(make)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_machine() -> Iterator[None]:
-    """Tiny matrices are fastest on one thread, and each engine that closes collects garbage: not all that is loaded."""
-    gc.freeze()
-    with torch_threads(1):
-        yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

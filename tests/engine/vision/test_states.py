@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from pydantic import ByteSize
-from threads import torch_threads
 from vision_models import make_vision_model, picture
 from vision_runs import requests_of, run
 from vision_truth import expected, reference
@@ -53,12 +52,6 @@ def truth(family: str, directory: Path) -> Truth:
         return [expected(model, one, processor, family, COUNT) for one in requests_of(engine, prompts, GREEDY)]
 
     return make
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_machine() -> Iterator[None]:
-    with torch_threads(1):
-        yield
 
 
 def config(directory: Path, **more: Any) -> EngineConfig:

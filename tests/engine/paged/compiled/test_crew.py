@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ from penstock.engine.cpu.machine import available_cores
 from penstock.engine.paged.compiled.crew import Crew
 
 WORK = 0.006  # seconds of one core that a step takes
+SHAPES = "qwen2", "gemma3_text", "gpt_oss", "qwen3_moe", "lfm2", "qwen3_5_text", "bamba"
+NUMBERS = [*product(("float32", "bfloat16"), (None, "int8", "int4"))]
+CASES = [(shape, *NUMBERS[place % 6]) for place, shape in enumerate(SHAPES * 2)]  # each structure in two, all of these
 
 
 class Machine:
@@ -76,9 +80,7 @@ def test_there_is_always_one_and_never_more_than_there_may_be(most: int, steps: 
         assert 1 <= crew.threads <= most
 
 
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", ["qwen2", "gemma3_text", "gpt_oss", "qwen3_moe", "lfm2", "qwen3_5_text", "bamba"])
+@pytest.mark.parametrize(("shape", "dtype", "quantization"), CASES)
 def test_the_number_of_threads_changes_no_bit(
     shape: str, dtype: str, quantization: str | None, model_directory: Callable[[str], Path]
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +11,6 @@ import torch
 from gguf_files import write_gguf
 from gguf_samples import PROMPTS
 from pydantic import ByteSize
-from threads import torch_threads
 from tiny_model import make_tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -29,12 +28,6 @@ SAMPLES = Path(__file__).parents[2] / "checkpoints" / "samples"
 HAS_KERNELS = {*cpu_flags().split()} >= KERNEL_FLAGS
 GREEDY = GenerationParams(temperature=0, max_tokens=16, ignore_eos=True)
 PROMPT = [3 + (7 * index + index * index) % 500 for index in range(40)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with torch_threads(1):
-        yield
 
 
 @pytest.fixture(scope="module")

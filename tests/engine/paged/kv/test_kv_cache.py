@@ -15,6 +15,7 @@ from penstock.engine.paged.kv.kv_cache import LayerSpec, SlicedPool, populated
 
 LARGE = 2 << 20  # bytes of a large page
 HEAD = 8 << 20  # bytes of one head's keys
+HEADS = 16  # keys and values: so much memory at once never comes from what was freed before
 POPULATE_WRITE = 23  # see mman.h
 
 
@@ -43,9 +44,9 @@ def can_populate() -> bool:
 def test_what_the_first_blocks_take_is_allocated_before_a_request_comes() -> None:
     if not can_populate():
         pytest.skip("needs Linux 5.14")
-    spec, cpu = LayerSpec(None, 2, 64, 64), torch.device("cpu")
+    spec, cpu = LayerSpec(None, HEADS // 2, 64, 64), torch.device("cpu")
     pools = [SlicedPool(spec, HEAD // (16 * 64 * 2), 16, torch.bfloat16, cpu) for _ in range(3)]
-    heads = [pool.memory.data_ptr() + head * HEAD for pool in pools for head in range(4)]
+    heads = [pool.memory.data_ptr() + head * HEAD for pool in pools for head in range(HEADS)]
     assert not any(is_allocated(head + HEAD // 2) for head in heads)
     assert populated([*pools]) == pools
     for thread in threading.enumerate():

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ByteSize
-from threads import torch_threads
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, InferenceEngine
 from penstock.engine.backends.registry import load_backend
@@ -48,13 +47,6 @@ OTHER = [3 + (11 * index * index + 2) % 500 for index in range(37)]
 
 Directory = Callable[[str], Path]
 has_kernels = pytest.mark.skipif(not set(cpu_flags().split()) >= KERNEL_FLAGS, reason="the kernels need AVX2")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_machine() -> Iterator[None]:
-    """Tiny matrices are fastest on one thread."""
-    with torch_threads(1):
-        yield
 
 
 def config(directory: Path, **values: Any) -> EngineConfig:
