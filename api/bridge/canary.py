@@ -1,7 +1,8 @@
 """Finds out whether requests are answered: where no client's was lately, by a small request of its own.
 
 It goes the way of all requests, first of all that wait. A catalogue's models are asked only while clients' requests
-fail: they would stay loaded for nothing else.
+fail: they would stay loaded for nothing else. Otherwise the canary is a request that is refused, which shows that the
+broker stores and that jobs are validated.
 """
 
 from __future__ import annotations
@@ -67,11 +68,12 @@ class Canary:
         has_failed = self.fault is not None or failed > proven
         cards = {card.model.name: card.model for card in self._registry.workers}
         able = [card for _, card in sorted(cards.items()) if has_failed or not card.catalogued]
+        idle = [] if able else [card for _, card in sorted(self._registry.models.items()) if card.catalogued]
         self._checked = now
-        if able:
-            card = able[self._asked % len(able)]
+        if able or idle:
+            card = (able or idle)[self._asked % len(able or idle)]
             self._asked += 1
-            self._judge(await self._fault(card))
+            self._judge(await self._fault(card, is_run=bool(able)))
 
     def _judge(self, fault: Fault | None) -> None:
         if fault and not self.fault:
@@ -81,11 +83,13 @@ class Canary:
         self.fault = fault
         metrics.CANARY.set(0 if fault else 1)
 
-    async def _fault(self, card: ModelCard) -> Fault | None:
+    async def _fault(self, card: ModelCard, *, is_run: bool) -> Fault | None:
         is_embedding = card.backend == _EMBEDDING
         endpoint: JobEndpoint = "/v1/embeddings" if is_embedding else "/v1/completions"
         body: dict[str, object] = {"model": card.name, "input": "ready"}
-        if not is_embedding:
+        if not is_run:
+            body = {"model": card.name}  # refused: it asks for nothing
+        elif not is_embedding:
             body = {"model": card.name, "prompt": "ready", "max_tokens": 1, "temperature": 0}
         patience = max(LEAST_PATIENCE, 2 * self._interval)
         job = Job(id=f"canary-{uuid.uuid4().hex}", endpoint=endpoint, bridge=self._bridge.name, body=body)

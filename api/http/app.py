@@ -57,7 +57,7 @@ from .tokens import add_tokens
 
 _NOT_READY = {"description": "Not ready yet, or shutting down."}
 # Response headers that a web page may read.
-_EXPOSED = (
+EXPOSED = (
     *("x-request-id", "request-id", "retry-after", "retry-after-ms", "x-should-retry", HEADER),
     *(*OPENAI_NAMES, *ANTHROPIC_NAMES),
 )
@@ -139,7 +139,7 @@ def _add_middleware(app: FastAPI, settings: Settings, bridge: Bridge) -> None:
     app.add_middleware(Browsers, origins=settings.cors_origins or (), local=is_loopback(settings.host))
     app.add_middleware(Failures)
     if settings.cors_origins:
-        app.add_middleware(SharedOrigins, origins=settings.cors_origins, exposed=_EXPOSED)
+        app.add_middleware(SharedOrigins, origins=settings.cors_origins, exposed=EXPOSED)
     app.add_middleware(_RequestIds)
     app.add_middleware(Ignored)
     app.add_middleware(AccessLog, lines=settings.access_log)

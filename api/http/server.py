@@ -24,7 +24,7 @@ from ..batches.runner import BatchRunner
 from ..bridge.bridge import Bridge
 from ..bridge.canary import Canary
 from ..bridge.readiness import Readiness
-from .app import create_app
+from .app import EXPOSED, create_app
 from .metrics import MetricsRoutes
 from .middleware.connections import protocol
 
@@ -60,7 +60,7 @@ async def serve_http(
             application,
             log_config=None,
             access_log=False,
-            http=cast(Any, protocol(settings)),  # uvicorn's types ask for a class, but it only calls it
+            http=cast(Any, protocol(settings, EXPOSED)),  # uvicorn's types ask for a class, but it only calls it
             ws="none",
             timeout_graceful_shutdown=5,
             timeout_keep_alive=cast(int, settings.idle_timeout),

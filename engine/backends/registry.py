@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from ...schemas.errors import ConfigurationError
+from ...schemas.errors import ConfigurationError, ModelLoadError
 from ..backend import Backend, ProgressCallback
 from ..config import EngineConfig
 from ..discovery import find_backend, why_not
 from .answer_cache import AnswerCache
+
+_TORCH_HAS_NO_MEMORY = "can't allocate memory"  # in the RuntimeError of its allocator for CPUs
 
 
 def load_backend(config: EngineConfig, progress: ProgressCallback | None = None) -> Backend:
@@ -27,5 +29,13 @@ def load_backend(config: EngineConfig, progress: ProgressCallback | None = None)
         kind = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigurationError([f"the backend {manifest.id!r} cannot be imported: {error}"]) from error
-    backend: Backend = kind(config, progress)
+    try:
+        backend: Backend = kind(config, progress)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and _TORCH_HAS_NO_MEMORY not in str(error):
+            raise
+        raise ModelLoadError(
+            f"{config.model} does not fit into the memory that this process may have; set a smaller "
+            "--kv-cache-memory, use a smaller model, or allow more (ulimit -v)"
+        ) from error
     return AnswerCache(backend) if config.cache_answers else backend

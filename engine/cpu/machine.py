@@ -7,6 +7,7 @@ import ctypes
 import os
 import platform
 import re
+import resource
 import sys
 from collections.abc import Iterator
 from math import ceil
@@ -41,7 +42,7 @@ def computes_bfloat16() -> bool:
 
 
 def memory_of_machine(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> Memory:
-    """The machine's memory within the limits of this process's control groups."""
+    """The machine's memory within the limits of this process's control groups, and of its addresses (`ulimit -v`)."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     available = total // 2  # where /proc/meminfo does not say
     with contextlib.suppress(OSError, KeyError, ValueError):
@@ -52,6 +53,11 @@ def memory_of_machine(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> Memory:
         with contextlib.suppress(OSError, ValueError):  # "max" is no number
             limit, used = int((group / names[0]).read_text()), _used(group, names[1])
             total, available = min(total, limit), min(available, limit - used)
+    if (addresses := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
+        total = min(total, addresses)
+        with contextlib.suppress(OSError, ValueError):
+            used = int((proc / "self" / "statm").read_text().split()[0]) * resource.getpagesize()
+            available = min(available, addresses - used)
     return Memory(total, max(0, available))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -325,6 +326,40 @@ def test_a_container_has_the_cores_of_its_quota(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     container(tmp_path, cgroup, **files)
     assert available_cores(tmp_path / "proc", tmp_path / "groups") == cores
+
+
+def test_a_process_has_what_its_addresses_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (500 * KIB, 900 * KIB))
+    statm = tmp_path / "proc" / "self" / "statm"
+    statm.parent.mkdir(parents=True)
+    statm.write_text(f"{300 * KIB // resource.getpagesize()} 5 5 5 0 5 0\n")
+    (tmp_path / "proc" / "meminfo").write_text(MEMINFO)
+    assert memory_of_machine(tmp_path / "proc", tmp_path) == (500 * KIB, 200 * KIB)
+
+
+FEW_ADDRESSES = """
+import resource, sys
+from pydantic import ByteSize
+from penstock.engine import EngineConfig, InferenceEngine
+from penstock.schemas.errors import ModelLoadError
+
+config = EngineConfig(model=sys.argv[1], device="cpu", kv_cache_memory=ByteSize(64 << 20))
+with InferenceEngine(config):
+    pass  # so everything is imported
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), resource.RLIM_INFINITY))
+try:
+    InferenceEngine(config.model_copy(update={"kv_cache_memory": ByteSize(1 << 30)}))
+except ModelLoadError as error:
+    print(error)
+"""
+
+
+def test_what_does_not_fit_into_the_addresses_is_said_in_a_line(tiny_model: Path) -> None:
+    run = [sys.executable, "-c", FEW_ADDRESSES, str(tiny_model)]
+    done = subprocess.run(run, check=True, capture_output=True, text=True, timeout=300)
+    (line,) = done.stdout.splitlines()
+    assert "set a smaller --kv-cache-memory" in line and "ulimit -v" in line
 
 
 def test_a_system_that_says_nothing_has_half_of_its_memory_free(tmp_path: Path) -> None:

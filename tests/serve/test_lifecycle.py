@@ -305,6 +305,30 @@ async def test_a_broker_that_cannot_be_started_is_tried_again(tmp_path: Path, mo
     await server.stop()
 
 
+async def test_a_broker_whose_store_was_deleted_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It began with an empty one, in which no part found its streams, so all ended with a traceback."""
+    monkeypatch.setattr(processes, "MOST_DELAY", 0.01)
+    server = await EmbeddedServer.start(tmp_path / "state")
+    broker = await JetStreamBroker.connect(server.url, namespace="p", timeout=0.5)
+    await broker.ensure([StreamSpec("LEDGER", ("p.ledger",), "limits", "file")], [])
+    await broker.publish("p.ledger", b"first", message_id="first")
+    (tmp_path / "state" / "jetstream").rename(tmp_path / "away")
+    os.kill(server.pid, signal.SIGKILL)
+    await server.wait()
+    with structlog.testing.capture_logs() as logs:
+        keeping = asyncio.create_task(keep_broker(server))
+        while not (told := [entry for entry in logs if entry["event"] == "broker cannot be started"]):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert "state/jetstream was deleted" in told[0]["reason"]
+    (tmp_path / "away").rename(tmp_path / "state" / "jetstream")
+    async with asyncio.timeout(START_TIMEOUT):
+        stored = await through_outages(lambda: broker.replay("LEDGER", "p.ledger"), "p.ledger")
+    assert [message.data for message in stored] == [b"first"]
+    keeping.cancel()
+    await broker.close()
+    await server.stop()
+
+
 @pytest.mark.parametrize(("steady", "delays"), [(1000.0, [0.0, 0.01, 0.01]), (-1.0, [0.0, 0.0, 0.0])])
 async def test_a_process_that_dies_is_restarted_at_once_and_less_often_if_it_dies_again(
     steady: float, delays: list[float], monkeypatch: pytest.MonkeyPatch

@@ -110,6 +110,18 @@ class SharedOrigins(CORSMiddleware):
         return error_response(ErrorBody.of(_foreign_origin(origin)))
 
 
+def headers_unasked(origins: Sequence[str], exposed: Sequence[str], origin: str | None) -> dict[str, str]:
+    """Headers with which pages of `origins` may read a refusal that comes before the request's headers have.
+
+    `origin` is the request's, if it is known.
+    """
+    allowed = "*" if "*" in origins else origin if origin in origins else origins[0] if len(origins) == 1 else None
+    if allowed is None:
+        return {}
+    shared = {"access-control-allow-origin": allowed, "access-control-expose-headers": ", ".join(exposed)}
+    return shared if allowed == "*" else shared | {"vary": "Origin"}
+
+
 def _host(address: str) -> str:
     """The host of `host:port`, an IPv6 address without its brackets."""
     name = address.lower()

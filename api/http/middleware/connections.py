@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httptools
@@ -23,6 +24,7 @@ from uvicorn.server import ServerState
 from ....config.settings import Settings
 from ....schemas.events import ErrorBody
 from ..answers import error_response
+from .browsers import headers_unasked
 from .unframed import unframed
 from .upgrades import reading_on
 
@@ -32,6 +34,8 @@ LINGER = 2.0  # seconds that a refused client has to read the error
 MOST_IGNORED = 1 << 18  # bytes that a refused client may still send meanwhile
 MAX_PIPELINED = 16  # requests that one connection may send ahead
 WARNING_INTERVAL = 10.0  # seconds
+WATCH_INTERVAL = 0.25  # seconds between looks whether a client that sends nothing more has left
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class Connections:
@@ -74,13 +78,16 @@ class Connection(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         connections: Connections,
+        exposed: Sequence[str],
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._connections = connections
+        self._exposed = exposed
         self._settings = connections.settings
         self._address: str | None = None  # under which it is counted; set by connection_made
         self._timer: asyncio.TimerHandle | None = None  # until the client must have sent something
         self._unread: asyncio.TimerHandle | None = None  # until the client must have read what was written
+        self._watch: asyncio.TimerHandle | None = None  # set once the client has ended its side, while it is answered
         self._refused = False
         self._in_head = False  # between the first byte of a request and the end of its headers
         self._in_body = False  # between the end of the headers and the end of the body
@@ -102,7 +109,7 @@ class Connection(HttpToolsProtocol):
         self._await_client(self._settings.header_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._cancel(self._timer, self._unread)
+        self._cancel(self._timer, self._unread, self._watch)
         if self._address is not None:
             self._connections.leave(self._address)
         super().connection_lost(exc)
@@ -121,6 +128,31 @@ class Connection(HttpToolsProtocol):
         self._check_head(self._waiting)
         if self._timer is None and not self._busy and not self._refused:  # the rest of a body, or line ends
             self._await_client(self._settings.header_timeout)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends nothing more: it has left, or waits for the answers to what it has asked, as `nc -N` does.
+
+        TCP does not say which. The system of a client that has left resets the connection when it is sent something, so
+        the client gets an interim answer, which it must ignore (RFC 9110, 15.2) unless it speaks HTTP/1.0: there a POST
+        counts as abandoned, since nginx asks so by default, and closes the connection when its own client leaves.
+        """
+        if self._refused or not self._busy or self._in_head or self._in_body:
+            return False
+        is_old = self.scope["http_version"] == "1.0"
+        if is_old and self.scope["method"] == "POST":
+            return False
+        self.cycle.keep_alive = False
+        if not (is_old or self.pipeline or self.cycle.response_started):
+            self.transport.write(CONTINUE)
+        if self._watch is None:
+            self._watch = self.loop.call_later(WATCH_INTERVAL, self._look)
+        return True
+
+    def _look(self) -> None:
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        else:
+            self._watch = self.loop.call_later(WATCH_INTERVAL, self._look)
 
     def _parse(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -236,6 +268,8 @@ class Connection(HttpToolsProtocol):
         kind = "overloaded_error" if status == 503 else "invalid_request_error"
         response = error_response(ErrorBody(status, message, kind, code, retry_after=1.0 if status == 503 else None))
         response.headers["connection"] = "close"
+        origin = next((value.decode("latin-1") for name, value in self.headers or () if name == b"origin"), None)
+        response.headers.update(headers_unasked(self._settings.cors_origins or (), self._exposed, origin))
         lines = [name + b": " + value + b"\r\n" for name, value in response.raw_headers]
         self.transport.write(b"".join([STATUS_LINE[status], *lines, b"\r\n", bytes(response.body)]))
         # Closing at once, with bytes unread, would reset the connection before the client has read the error.
@@ -259,12 +293,12 @@ class Connection(HttpToolsProtocol):
                 timer.cancel()
 
 
-def protocol(settings: Settings) -> Callable[..., Connection]:
-    """A factory of connections for uvicorn; all of them are counted together."""
+def protocol(settings: Settings, exposed: Sequence[str]) -> Callable[..., Connection]:
+    """A factory of connections for uvicorn; all of them are counted together. Pages may read the headers `exposed`."""
     connections = Connections(settings)
 
     def connect(**given: Any) -> Connection:
-        return Connection(**given, connections=connections)
+        return Connection(**given, connections=connections, exposed=exposed)
 
     return connect
 

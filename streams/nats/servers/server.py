@@ -108,6 +108,10 @@ class EmbeddedServer:
         return self._process.pid
 
     @property
+    def _store(self) -> Path:
+        return self._state / "jetstream"
+
+    @property
     def alive(self) -> bool:
         return self._process.returncode is None
 
@@ -132,8 +136,16 @@ class EmbeddedServer:
         return await self._process.wait()
 
     async def restart(self) -> None:
-        """Start the server again on the same port, after it has died. Raises `StartupError`."""
+        """Start the server again on the same port, after it has died.
+
+        Raises `StartupError`, also if somebody has deleted its store: an empty one in its place would lack the streams.
+        """
         await self._end()
+        if self._jetstream != "off" and not self._store.exists():
+            raise StartupError(
+                f"its store {self._store} was deleted, or its disk is gone: put it back, and everything goes on; or "
+                "start Penstock again, to begin with an empty one"
+            )
         await self._spawn()
 
     async def stop(self) -> None:
@@ -224,7 +236,7 @@ class EmbeddedServer:
         return [
             *authorization,
             "jetstream {",
-            f"  store_dir: {_quoted(self._state / 'jetstream')}",
+            f"  store_dir: {_quoted(self._store)}",
             f"  max_file_store: {self._max_store}",
             # Otherwise part of GOMEMLIMIT: too little.
             f"  max_memory_store: {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')}",

@@ -20,9 +20,11 @@ from penstock.api.bridge.canary import Canary
 from penstock.api.bridge.readiness import Readiness
 from penstock.api.http.app import create_app
 from penstock.config import metrics
+from penstock.schemas.errors import BrokerUnavailable
 from penstock.schemas.events import Delta, ErrorBody
 from penstock.schemas.registry import StageCard
-from penstock.streams.port import Message
+from penstock.streams.memory.broker import MemoryBroker
+from penstock.streams.port import Message, Published
 
 INTERVAL = 10.0
 
@@ -40,6 +42,17 @@ class Broken(FragileEcho):
             self.remove(choice)
         error = ErrorBody(500, "broken on purpose", "server_error", "generation_failed")
         return [replace(delta, token_ids=(), text="", finish_reason="error", error=error) for delta in deltas]
+
+
+class Full(MemoryBroker):
+    """Stores nothing, while it `is_full`, as nats-server on a full disk."""
+
+    is_full = False
+
+    async def publish(self, *given: Any, **more: Any) -> Published:
+        if self.is_full:
+            raise BrokerUnavailable("no answer within 5 s")
+        return await super().publish(*given, **more)
 
 
 class Watched:
@@ -143,10 +156,30 @@ async def test_it_is_nobody_s_request(watched: Watched) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_a_model_of_a_catalogue_is_asked_only_where_requests_fail(fails: bool) -> None:
+async def test_a_model_of_a_catalogue_runs_only_where_requests_fail(fails: bool) -> None:
     watched = await started(catalogued=True)
+    watched.backend.is_broken = True
     if fails:
         watched.pipeline.bridge.last_failure = watched.clock()
+    for _ in range(3):
+        await watched.look_after(INTERVAL)
+    assert len(watched.asked) == 3
+    assert (await watched.ready())[0] == (503 if fails else 200)
+    await watched.pipeline.stop()
+
+
+async def test_a_broker_that_stores_nothing_is_noticed_though_no_model_may_be_asked() -> None:
+    watched = await started(catalogued=True, memory=Full)
+    broker = watched.pipeline.pipe.broker
+    assert isinstance(broker, Full)
     await watched.look_after(INTERVAL)
-    assert len(watched.asked) == int(fails)
+    assert (await watched.ready())[0] == 200
+    broker.is_full = True
+    await watched.look_after(INTERVAL)
+    status, answer = await watched.ready()
+    assert (status, answer["status"], answer["fault"]["model"]) == (503, "failing", "echo")
+    assert "no answer within 5 s" in answer["fault"]["reason"]
+    broker.is_full = False
+    await watched.look_after(INTERVAL)
+    assert (await watched.ready())[0] == 200
     await watched.pipeline.stop()

@@ -10,6 +10,7 @@ import orjson
 import pytest
 from applications import Script
 from asgi import Response, ask
+from http_server import Server, request
 from starlette.routing import Route
 
 from penstock.schemas.errors import Overloaded
@@ -152,3 +153,31 @@ async def test_a_page_reads_that_the_server_failed(path: str, capsys: pytest.Cap
     assert "internal error" in error["error"]["message"]
     assert error.get("type") == ("error" if "messages" in path else None)
     assert "status=500" in capsys.readouterr().out  # not 499, as if the client had left
+
+
+@pytest.mark.parametrize("origins", [PAGE, "*", f"https://other.example.org,{PAGE}"])
+async def test_a_page_reads_a_refusal_of_its_headers(origins: str) -> None:
+    async with Server.run(cors_origins=origins, max_header_size=4096) as server:
+        wire = await server.wire()
+        await wire.send(request("GET", "/v1/models", Origin=PAGE, Cookie="x" * 5000))
+        response = await wire.response()
+        assert response.status == 431
+        assert_readable(response)
+
+
+async def test_a_page_reads_that_there_are_too_many_connections() -> None:
+    async with Server.run(cors_origins=PAGE, max_connections=1) as server:
+        first = await server.wire()
+        await first.send(request("GET", "/health/live"))
+        await first.response()
+        refused = await server.wire()
+        response = await refused.response()
+        assert response.status == 503
+        assert_readable(response)
+
+
+async def test_a_refusal_of_headers_is_not_for_pages_that_nobody_allowed() -> None:
+    async with Server.run(max_header_size=4096) as server:
+        wire = await server.wire()
+        await wire.send(request("GET", "/v1/models", Origin=PAGE, Cookie="x" * 5000))
+        assert "access-control-allow-origin" not in (await wire.response()).headers
