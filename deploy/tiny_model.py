@@ -114,6 +114,7 @@ SHAPES: dict[str, dict[str, object]] = {
     | _MAMBA
     | _MULTIPLIED
     | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 96},
+    "hunyuan_v1_moe": _SMALL | {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
     "lfm2": _REMEMBERING | {"layer_types": ["conv", "full_attention", "conv"]},
     "lfm2_moe": _REMEMBERING
     | _EXPERTS
@@ -143,6 +144,24 @@ SHAPES: dict[str, dict[str, object]] = {
     },
     "gpt_oss": _SMALL | _MIXED | {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granite": _SMALL | _MULTIPLIED,
+    "longcat_flash": _GROUPED
+    | {
+        "num_layers": 1,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "hidden_size": 64,
+        "ffn_hidden_size": 128,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 4,
+        "zero_expert_num": 2,
+        "moe_topk": 2,
+        "expert_ffn_hidden_size": 64,
+        "initializer_range": 0.15,
+    },
     "mellum": _SMALL | _MIXED | _EXPERTS | {"head_dim": 32},
     "ministral3": _SMALL
     | {

@@ -4,15 +4,16 @@ running state."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...schemas.errors import ModelLoadError
 from ..plain.model import PlainModel
 from .attention import Rules, attend_alone
+from .decoding.linear import noting_reads
 from .kv.kv_cache import LayerSpec
 
 if TYPE_CHECKING:  # it imports transformers
@@ -24,6 +25,7 @@ class Layers(NamedTuple):
 
     A layer that attends to the keys and values of an earlier one, by the same rules, has the number of that one.
     `attention_flops` are for each key that a query attends to, in all layers; `logits` are what the pass returned.
+    Of linear layers in `reads` the model's own code reads the weights, so they have to stay what they are.
     """
 
     specs: list[LayerSpec]
@@ -32,6 +34,7 @@ class Layers(NamedTuple):
     stateful: list[StateLayer]
     attention_flops: int
     logits: Tensor
+    reads: Set[nn.Module]
 
 
 def observe(model: Any, name: str, run: Callable[[Callable[..., Tensor]], Tensor]) -> Layers:
@@ -71,7 +74,7 @@ def observe(model: Any, name: str, run: Callable[[Callable[..., Tensor]], Tensor
         return attend_alone(query, key, value, rules)
 
     try:
-        with first_pass:
+        with first_pass, noting_reads(model) as reads:
             logits = run(note)
     except ModelLoadError:
         raise
@@ -88,4 +91,4 @@ def observe(model: Any, name: str, run: Callable[[Callable[..., Tensor]], Tensor
     storing = sorted(index for index, source in sources.items() if index == source)
     numbers = {index: storing.index(source) for index, source in sources.items()}
     own = replace_states(model) if stateful else []
-    return Layers([seen[i] for i in storing], [rules_of[i] for i in storing], numbers, own, flops, logits)
+    return Layers([seen[i] for i in storing], [rules_of[i] for i in storing], numbers, own, flops, logits, reads)

@@ -246,6 +246,7 @@ class Runner:
         with self.adaptation.observe(len(ids)):
             found = observe(self._model, self._name, partial(self._run, ids, positions, keep))
         self._rules, self._numbers, self.states = found.rules, found.numbers, States(found.stateful)
+        self._reads = found.reads
         self.attention_flops, self._alone = found.attention_flops, found.logits
         return found.specs
 
@@ -306,7 +307,7 @@ class Runner:
         if is_plain:
             self._decoder = Decoder(self._model, fuse, self.dtype)
             return
-        replace_linears(self._model, fuse)
+        replace_linears(self._model, fuse, self._reads)
         self.adaptation.hook(self._model)
 
     def _compile(self, kernels: Kernels | None, context_length: int, is_proven: bool) -> str:

@@ -51,6 +51,8 @@ MORE = [
     "gpt2",
     "granite",
     "helium",
+    "hunyuan_v1_moe",
+    "longcat_flash",
     "mellum",
     "ministral3",
     "mixtral",
