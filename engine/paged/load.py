@@ -62,9 +62,11 @@ def _load(
     keep_levels = keep_levels if device.type == "cpu" else None  # moving what is absent would give it memory
     if processor is not None:
         return _load_seeing(config, path, architecture, device, progress, processor, keep_levels)
-    from ..loading import load_causal_lm  # it imports transformers, which takes seconds
+    from ..loading import load_causal_lm, takes_images  # it imports transformers, which takes seconds
     from .attention_hook import ATTENTION
 
+    if takes_images(path, architecture):
+        return _load_blind(config, path, architecture, device, progress, keep_levels)
     try:
         return load_causal_lm(config, path, architecture, device, progress, ATTENTION, keep_levels=keep_levels)
     except ModelLoadError as error:
@@ -93,6 +95,25 @@ def _load_seeing(
     model = split(loaded, processor)
     if device.type == "cpu" and not computes_bfloat16():
         model.vision.widen()
+    model.config._attn_implementation = ATTENTION
+    return model
+
+
+def _load_blind(
+    config: EngineConfig,
+    path: Path,
+    architecture: str,
+    device: torch.device,
+    progress: ProgressCallback | None,
+    keep_levels: TakesLevels | None,
+) -> PreTrainedModel | LanguageModel:
+    """What takes text in a model that sees images in a way that is not supported."""
+    from ..loading import load_causal_lm
+    from ..vision.blind import split_text
+    from .attention_hook import ATTENTION
+
+    loaded = load_causal_lm(config, path, architecture, device, progress, None, keep_levels=keep_levels, sees=True)
+    model = split_text(loaded)
     model.config._attn_implementation = ATTENTION
     return model
 

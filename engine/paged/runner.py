@@ -79,7 +79,7 @@ class Runner:
         self.dtype, self.device, self._stride = model.dtype, model.device, stride_of(context_length)
         self._model: Any = model
         self.vision: Vision | None = model.vision if isinstance(model, LanguageModel) else None
-        self._name: str = model.config.architecture if isinstance(model, PlainModel) else type(model).__name__
+        self._name: str = getattr(model, "name", type(model).__name__)
         self._decoder: Decoder | None = None
         self._compiled: CompiledDecoder | None = None  # computes steps of few tokens; set by `_compile`
         self._pools: list[Pool] = []

@@ -60,12 +60,13 @@ class Probe(NamedTuple):
 class LanguageModel(nn.Module):
     """The language model of one that sees, with the structure and face of transformers' causal language models."""
 
-    def __init__(self, whole: Any, text: Any, head: nn.Module, vision: Vision) -> None:
+    def __init__(self, whole: Any, text: Any, head: nn.Module, vision: Vision | None) -> None:
         super().__init__()
         self.model = text
         self.lm_head = head
         self.config = text.config
         self.vision = vision
+        self.name = type(whole).__name__
         self.replaced = replaced_tokens(whole.config)
         self._has_layer_inputs = bool(getattr(text, "hidden_size_per_layer_input", 0))  # Gemma 4's E2B and E4B have
         self._softcap: float | None = getattr(text.config, "final_logit_softcapping", None)
@@ -83,7 +84,7 @@ class LanguageModel(nn.Module):
         position_ids: Tensor,
         logits_to_keep: Tensor,
         use_cache: bool,
-        penstock: Callable[..., Tensor],
+        penstock: Callable[..., Tensor] | None = None,
         seen: Seen | None = None,
         **more: Any,
     ) -> Logits:
