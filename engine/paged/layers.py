@@ -20,6 +20,9 @@ if TYPE_CHECKING:  # it imports transformers
     from .state.layer import StateLayer
 
 
+_NOTHING = LayerSpec(None, 1, 8, 8)  # of a model that does not attend: no layer writes there
+
+
 class Layers(NamedTuple):
     """`specs` and `rules` are those of the layers that attend, whose indices in the model `numbers` maps to theirs.
 
@@ -80,7 +83,7 @@ def observe(model: Any, name: str, run: Callable[[Callable[..., Tensor]], Tensor
         raise
     except Exception as error:
         raise ModelLoadError(f"the backend 'paged' cannot run {name} ({error}); use --backend hf") from error
-    if {*seen, *stateful, *feeding} != set(range(config.num_hidden_layers)) or not seen:
+    if {*seen, *stateful, *feeding} != set(range(config.num_hidden_layers)):
         raise ModelLoadError(
             f"{name} has {config.num_hidden_layers} layers, and only {len(seen)} of them attend; use --backend hf"
         )
@@ -91,4 +94,7 @@ def observe(model: Any, name: str, run: Callable[[Callable[..., Tensor]], Tensor
     storing = sorted(index for index, source in sources.items() if index == source)
     numbers = {index: storing.index(source) for index, source in sources.items()}
     own = replace_states(model) if stateful else []
+    reads -= {module for layer in own for module in layer.modules()}  # no longer theirs
+    if not seen:  # a prefix is found by its blocks, which then hold nothing
+        return Layers([_NOTHING], [Rules(1.0)], {}, own, 0, logits, reads)
     return Layers([seen[i] for i in storing], [rules_of[i] for i in storing], numbers, own, flops, logits, reads)

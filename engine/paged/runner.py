@@ -233,7 +233,7 @@ class Runner:
             return result
         inputs: dict[str, Any] = {"input_ids": ids[None], "position_ids": positions[None], "logits_to_keep": keep}
         inputs |= {} if seen is None else {"seen": seen}
-        inputs |= {} if states is None else {"penstock_states": states}
+        self.states.begin(states)
         logits: Tensor = self._model(**inputs, use_cache=False, penstock=attention).logits[0]
         return logits
 

@@ -10,19 +10,28 @@ from typing import Any
 from torch import nn
 
 from ....schemas.errors import ModelLoadError
-from .delta_net import NextDeltaNet, SplitDeltaNet
+from .delta_net import NextDeltaNet, SeparateDeltaNet, SplitDeltaNet
+from .kimi_delta import KimiDeltaNet
 from .layer import StateLayer
 from .mamba import Mamba
+from .selective import Selective
 from .short_convolution import ShortConvolution
 
 _KINDS: dict[str, Callable[[Any], StateLayer]] = {
+    "BailingHybridDeltaAttention": KimiDeltaNet,
     "BambaMixer": Mamba,
     "FalconH1Mixer": Mamba,
+    "FalconMambaMixer": Selective,
     "GraniteMoeHybridMambaLayer": Mamba,
+    "JambaMambaMixer": Selective,
+    "KimiLinearDeltaAttention": KimiDeltaNet,
     "Lfm2MoeShortConv": ShortConvolution,
     "Lfm2ShortConv": ShortConvolution,
     "Lfm3ShortConv": ShortConvolution,
+    "Mamba2Mixer": Mamba,
+    "MambaMixer": Selective,
     "NemotronHMamba2Mixer": Mamba,
+    "OlmoHybridGatedDeltaNet": SeparateDeltaNet,
     "Qwen3NextGatedDeltaNet": NextDeltaNet,
     "Qwen3_5GatedDeltaNet": SplitDeltaNet,
     "Qwen3_5MoeGatedDeltaNet": SplitDeltaNet,
