@@ -56,7 +56,7 @@ class BlindModel(LanguageModel):
 
 def split_text(model: Any) -> LanguageModel | PreTrainedModel:
     """What computes text in a model of transformers that sees images. Raises `ModelLoadError`."""
-    name, body = type(model).__name__, getattr(model, "model", None)
+    name, body = type(model).__name__, getattr(model, "model", model)
     if type(model).generate is not GenerationMixin.generate or model.config.is_encoder_decoder:
         raise ModelLoadError(f"{name} does not generate text token by token; choose another model")
     text, head = language_model_of(body), model.get_output_embeddings()

@@ -56,7 +56,8 @@ class Selective(RecurrentLayer):
 
     @property
     def state_shape(self) -> tuple[int, int]:
-        return tuple(self.rate.shape)
+        size, width = self.rate.shape
+        return size, width
 
     def forward(self, hidden_states: Tensor, **_: object) -> Tensor:
         """[1, T, E] → [1, T, E], with the slots of `step`."""
@@ -72,7 +73,8 @@ class Selective(RecurrentLayer):
         tokens = Tokens(self.query_norm(query).float(), self.key_norm(key).float(), values * lasting, lasting)
         rule = Rule(partial(one_each, self.rate), partial(in_order, self.rate))
         said = self.scan(tokens, step, rule).addcmul_(values, self.direct)
-        return (said * self.activation(gate.float())).to(mixed.dtype)
+        out: Tensor = (said * self.activation(gate.float())).to(mixed.dtype)
+        return out
 
 
 def one_each(rate: Tensor, tokens: Tokens, states: Tensor) -> Tensor:
