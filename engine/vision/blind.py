@@ -42,7 +42,7 @@ class BlindModel(LanguageModel):
             raise ModelLoadError(f"the backend 'paged' cannot run {name} without images ({error})") from error
         finally:
             self.config._attn_implementation = own
-        self._scale = round(float((expected @ found) / (found @ found)), 4)
+        self._scale = float(f"{float((expected @ found) / (found @ found)):.5g}")
         found = found * self._scale
         if not (far := float((found - expected).abs().max() / expected.abs().max())) <= _NEAR:
             raise ModelLoadError(

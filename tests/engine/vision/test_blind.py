@@ -14,6 +14,7 @@ from threads import torch_threads
 from vision_models import picture
 
 from penstock.engine import EngineConfig, GenerationParams, ImageText, InferenceEngine
+from penstock.engine.vision.blind import BlindModel, split_text
 from penstock.engine.vision.sight import load_sight
 from penstock.schemas.errors import InvalidRequest, ModelLoadError
 
@@ -55,7 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | LATENT
     | EXPERTS
     | {"num_key_value_heads": 4},
-    "muse_glimmer": {"text_config": TEXT, "vision_config": TOWER},
+    "muse_glimmer": {"text_config": TEXT, "vision_config": TOWER},  # multiplies its logits, and bounds them
 }
 
 Directory = Callable[[str], Path]
@@ -108,7 +109,7 @@ def expected(directory: Path) -> list[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize("family", ["llava_next", "granite_docling", "mistral4"])
+@pytest.mark.parametrize("family", ["llava_next", "granite_docling", "mistral4", "muse_glimmer"])
 def test_text_is_answered_as_by_transformers(family: str, seeing: Directory) -> None:
     directory = seeing(family)
     wanted = expected(directory)
@@ -141,8 +142,23 @@ def test_images_are_refused_with_the_reason(seeing: Directory) -> None:
 
 
 def test_a_model_that_computes_text_otherwise_is_refused(seeing: Directory) -> None:
-    with (
-        torch_threads(1),
-        pytest.raises(ModelLoadError, match=r"MuseGlimmer.* computes text in a way that is not supported"),
-    ):
-        InferenceEngine(config(seeing("muse_glimmer"))).close()
+    from transformers import AutoModelForImageTextToText
+
+    library: Any = AutoModelForImageTextToText
+    model = library.from_pretrained(seeing("llava_next"), dtype=torch.float32)
+    ids = torch.tensor(PROMPTS[1])
+    split_text(model).check(ids)
+    other = BlindModel(model, model.model.language_model, torch.nn.Linear(64, 512, bias=False))
+    with pytest.raises(ModelLoadError, match=r"LlavaNextFor.* computes text in a way that is not supported \(off by"):
+        other.check(ids)
+
+
+def test_a_model_that_does_not_write_token_by_token_is_refused(seeing: Directory) -> None:
+    from transformers import AutoConfig, Florence2ForConditionalGeneration
+
+    config: Any = AutoConfig
+    tower = {"embed_dim": [8, 8, 8, 8], "num_heads": [1] * 4, "num_groups": [1] * 4, "depths": [1] * 4}
+    words = {"d_model": 16, "vocab_size": 64, "encoder_layers": 1, "decoder_layers": 1}
+    sizes = config.for_model("florence2", vision_config=tower | {"projection_dim": 16}, text_config=words)
+    with pytest.raises(ModelLoadError, match=r"Florence2.* does not generate text token by token"):
+        split_text(Florence2ForConditionalGeneration(sizes))
