@@ -183,6 +183,16 @@ SHAPES: dict[str, dict[str, object]] = {
     },
     "gpt_oss": _SMALL | _MIXED | {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granite": _SMALL | _MULTIPLIED,
+    "llama4_text": _SMALL
+    | {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "moe_layers": [1, 3],
+        "no_rope_layers": [1, 1, 1, 0],
+    },
     "longcat_flash": _GROUPED
     | {
         "num_layers": 1,

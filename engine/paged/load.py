@@ -20,6 +20,7 @@ from ..plain.model import PlainModel
 from ..vision.processor import VisionProcessor
 from .decoding.experts import packing_experts
 from .decoding.linear import HELD
+from .decoding.llama4 import replace_mixtures
 from .decoding.rows import hold_rows
 from .quantization.blocks import rows_of
 from .quantization.quantize import ProductMaker
@@ -43,6 +44,7 @@ def load_model(
     What its files hold as levels is packed by `make` at once, and its numbers are in no memory.
     """
     model = _load(config, path, architecture, device, make.takes_levels, progress)
+    replace_mixtures(model)
     with reading(config.model, config.dtype, device):
         _hold(model, make, progress)
     return model

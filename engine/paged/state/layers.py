@@ -37,6 +37,7 @@ _KINDS: dict[str, Callable[[Any], StateLayer]] = {
     "Qwen3_5MoeGatedDeltaNet": SplitDeltaNet,
 }
 _ATTENDING = {"full_attention", "sliding_attention", "hybrid"}
+_CHUNKED = "chunked_attention"  # full attention, in a context that ends with the first chunk
 _FEEDING = {"mlp", "moe"}  # layers that keep nothing of a sequence
 
 
@@ -47,7 +48,8 @@ def find_states(model: Any, name: str) -> dict[int, nn.Module]:
     found: dict[int, nn.Module] = {
         module.layer_idx: module for module in model.modules() if type(module).__name__ in _KINDS
     }
-    unknown = {index: kind for index, kind in kinds if index not in found and kind not in _ATTENDING | _FEEDING}
+    known = _ATTENDING | _FEEDING | ({_CHUNKED} if hasattr(config, "attention_chunk_size") else set())
+    unknown = {index: kind for index, kind in kinds if index not in found and kind not in known}
     if unknown or (model._is_stateful and not found):
         classes = {type(module).__name__ for module in model.modules() if getattr(module, "layer_idx", None) in unknown}
         what = ", ".join(sorted(classes or {*unknown.values()})) or "a recurrent state"

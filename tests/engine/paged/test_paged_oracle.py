@@ -52,6 +52,7 @@ MORE = [
     "granite",
     "helium",
     "hunyuan_v1_moe",
+    "llama4_text",
     "longcat_flash",
     "mellum",
     "ministral3",
