@@ -20,6 +20,7 @@ from penstock.schemas.errors import ConfigurationError
 
 COUNT = 12
 GREEDY = GenerationParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+TOLD = GREEDY.model_copy(update={"logprobs": 1})
 PROMPTS = [[3 + (7 * length + index * index) % 500 for index in range(length)] for length in (1, 19, 50)]
 
 Directory = Callable[[str], Path]
@@ -57,8 +58,13 @@ def test_a_context_ends_where_tokens_would_be_attended_to_otherwise(in_chunks: P
     wanted = expected(library.from_pretrained(in_chunks, dtype=torch.float32, attn_implementation="eager"))
     with torch_threads(1), InferenceEngine(config(in_chunks)) as engine:
         assert engine.model_info().context_length == 63
-        outputs = engine.generate(PROMPTS, GREEDY)  # 70 rows in a step, of which none is scaled
-        assert [output.token_ids for output in outputs] == wanted
+        together = engine.generate(PROMPTS, TOLD)  # 70 rows in a step, of which none is scaled
+        assert [output.token_ids for output in together] == wanted
+    with torch_threads(1), InferenceEngine(config(in_chunks)) as engine:
+        alone = [engine.generate(prompt, TOLD) for prompt in PROMPTS]
+    for one, other in zip(together, alone, strict=True):
+        assert one.logprobs is not None and other.logprobs is not None
+        assert one.logprobs[0].logprob == pytest.approx(other.logprobs[0].logprob, abs=1e-4)
     told = r"max_sequence_length=64: beyond 63 tokens this model attends within chunks.*at most 63, or use --backend hf"
     with pytest.raises(ConfigurationError, match=told):
         InferenceEngine(config(in_chunks, max_sequence_length=64)).close()
