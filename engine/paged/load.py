@@ -95,7 +95,7 @@ def _load_seeing(
 
     loaded = load_causal_lm(config, path, architecture, device, progress, None, keep_levels=keep_levels, sees=True)
     model = split(loaded, processor)
-    if device.type == "cpu" and not computes_bfloat16():
+    if model.vision is not None and device.type == "cpu" and not computes_bfloat16():
         model.vision.widen()
     model.config._attn_implementation = ATTENTION
     return model

@@ -52,7 +52,7 @@ class ScaledMixture(nn.Module):
 
 def replace_mixtures(model: nn.Module) -> None:
     """Put these in the places of transformers', where the model is a Llama 4."""
-    for module in list(model.modules()):
+    for module in list[Any](model.modules()):
         kind = type(module).__name__
         if kind == "Llama4TextAttention":
             module.attn_temperature_tuning = False
