@@ -136,7 +136,7 @@ def test_images_are_refused_with_the_reason(seeing: Directory) -> None:
     with torch_threads(1), InferenceEngine(config(directory)) as engine:
         assert not engine.model_info().sees
         with pytest.raises(InvalidRequest, match="takes text alone"):
-            engine.generate(ImageText("What is this?", [picture()]), GREEDY)
+            engine.generate(ImageText("What is this?", (picture(),)), GREEDY)
         with pytest.raises(InvalidRequest, match=r"images are not supported for llava_next, but for .*gemma3"):
             load_sight(str(directory), "paged").mark_of(engine.tokenizer)
 
@@ -147,7 +147,9 @@ def test_a_model_that_computes_text_otherwise_is_refused(seeing: Directory) -> N
     library: Any = AutoModelForImageTextToText
     model = library.from_pretrained(seeing("llava_next"), dtype=torch.float32)
     ids = torch.tensor(PROMPTS[1])
-    split_text(model).check(ids)
+    own = split_text(model)
+    assert isinstance(own, BlindModel)
+    own.check(ids)
     other = BlindModel(model, model.model.language_model, torch.nn.Linear(64, 512, bias=False))
     with pytest.raises(ModelLoadError, match=r"LlavaNextFor.* computes text in a way that is not supported \(off by"):
         other.check(ids)
