@@ -52,6 +52,20 @@ _REMEMBERING: dict[str, object] = _SMALL | {
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
+_LATENT: dict[str, object] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 64,
+}
 _MULTIPLIED: dict[str, object] = {
     "embedding_multiplier": 6.0,
     "attention_multiplier": 0.4,
@@ -59,6 +73,15 @@ _MULTIPLIED: dict[str, object] = {
     "logits_scaling": 0.5,
 }
 _MAMBA: dict[str, object] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24}
+_SELECTIVE: dict[str, object] = {
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "state_size": 12,
+    "time_step_rank": 8,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": CONTEXT_LENGTH,
+    "initializer_range": 0.15,
+}
 SHAPES: dict[str, dict[str, object]] = {
     "llama": _GROUPED,
     "qwen2": _GROUPED,
@@ -86,22 +109,18 @@ SHAPES: dict[str, dict[str, object]] = {
     "glm": _SMALL | {"head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True},
     "ernie4_5": _SMALL | {"head_dim": 16, "use_bias": True, "tie_word_embeddings": False},
     "helium": _SMALL | {"head_dim": 16},
-    "bamba": _SMALL | _MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1]},
-    "deepseek_v3": _SMALL
+    "bailing_hybrid": _SMALL
+    | _LATENT
     | {
-        "num_key_value_heads": 4,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "moe_intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "head_dim": 16,
+        "short_conv_kernel_size": 4,
+        "moe_shared_expert_intermediate_size": 64,
     },
+    "bamba": _SMALL | _MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "deepseek_v3": _SMALL | _LATENT,
+    "falcon_mamba": _SELECTIVE,
     "falcon_h1": _SMALL
     | _MAMBA
     | {
@@ -114,6 +133,27 @@ SHAPES: dict[str, dict[str, object]] = {
     | _MAMBA
     | _MULTIPLIED
     | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 96},
+    "hunyuan_v1_moe": _SMALL | {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
+    "jamba": _SMALL
+    | {
+        "num_hidden_layers": 4,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "num_experts": 4,
+        "mamba_d_state": 12,
+        "mamba_dt_rank": 8,
+    },
+    "kimi_linear": _REMEMBERING
+    | _LATENT
+    | {
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "num_experts_per_token": 2,
+        "num_local_experts": 4,
+        "n_shared_experts": 1,
+    },
     "lfm2": _REMEMBERING | {"layer_types": ["conv", "full_attention", "conv"]},
     "lfm2_moe": _REMEMBERING
     | _EXPERTS
@@ -143,6 +183,36 @@ SHAPES: dict[str, dict[str, object]] = {
     },
     "gpt_oss": _SMALL | _MIXED | {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granite": _SMALL | _MULTIPLIED,
+    "llama4_text": _SMALL
+    | {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "moe_layers": [1, 3],
+        "no_rope_layers": [1, 1, 1, 0],
+    },
+    "longcat_flash": _GROUPED
+    | {
+        "num_layers": 1,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "hidden_size": 64,
+        "ffn_hidden_size": 128,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 4,
+        "zero_expert_num": 2,
+        "moe_topk": 2,
+        "expert_ffn_hidden_size": 64,
+        "initializer_range": 0.15,
+    },
+    "mamba": _SELECTIVE,
+    "mamba2": _SELECTIVE | {"state_size": 24, "num_heads": 8, "head_dim": 16, "n_groups": 2},
     "mellum": _SMALL | _MIXED | _EXPERTS | {"head_dim": 32},
     "ministral3": _SMALL
     | {
@@ -155,6 +225,7 @@ SHAPES: dict[str, dict[str, object]] = {
     },
     "mixtral": _SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmo2": _SMALL,
+    "olmo_hybrid": _HYBRID,
     "phi3": _SMALL | {"sliding_window": 16, "partial_rotary_factor": 0.5},
     "qwen3": _SMALL | {"head_dim": 32},
     "qwen3_5_moe_text": _HYBRID | _EXPERTS | {"shared_expert_intermediate_size": 64},

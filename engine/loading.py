@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -191,9 +192,18 @@ def _read_as_text(path: Path, architecture: str) -> str:
     return text if "text_config" in read_config(path) and text in _causal_architectures() else architecture
 
 
+def takes_images(path: Path, architecture: str) -> bool:
+    """Whether transformers has the model at `path` for images and text, and not as a language model by itself."""
+    text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(read_config(path).get("model_type", ""))
+    return text in (None, architecture) and architecture in _names(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
 def _causal_architectures() -> frozenset[str]:
-    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    return frozenset(name for entry in names for name in ([entry] if isinstance(entry, str) else entry))
+    return _names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def _names(mapping: Mapping[str, str | Sequence[str]]) -> frozenset[str]:
+    return frozenset(name for entry in mapping.values() for name in ([entry] if isinstance(entry, str) else entry))
 
 
 class _Counted:

@@ -13,6 +13,7 @@ from .checkpoints.widths import TABLES, WIDTHS, byte_widths, gguf_widths, packed
 from .config import EngineConfig
 from .cpu.machine import KERNEL_FLAGS, computes_bfloat16, cpu_flags
 from .discovery import files_for, find_backend
+from .model_states import kinds_of_layers, remembered
 from .models import packed_files, read_config, read_model_info, read_quantized, read_shapes
 from .vision.families import family_of, is_of_tower, is_unused
 
@@ -24,14 +25,6 @@ _EMBEDDING, _TABLE = (f"{name}.weight" for name in TABLES)  # how their names in
 STATES, LEAST_STATES = 4, 2  # running states for each row: two while a step computes it, the others are checkpoints
 
 
-_REMEMBERING = ("linear_num_value_heads", "mamba_n_heads", "mamba_num_heads", "conv_L_cache")  # settings of such layers
-_ATTENDING = {
-    "full_attention",
-    "sliding_attention",
-    "attention",
-    "*",
-}  # kinds of layers, of which Nemotron-H has letters
-_KEEPING = {"linear_attention", "mamba", "conv", "M"}
 _EXPERTS = ".experts."  # in the names of their weights, which a GPU does not round
 
 
@@ -182,45 +175,14 @@ class ModelFiles(NamedTuple):
             head = max(given.get("qk_nope_head_dim", 0) + given.get("qk_rope_head_dim", 0), given.get("v_head_dim", 0))
         kinds, window = given.get("layer_types") or (), given.get("sliding_window")
         slides = sum(kind == "sliding_attention" for kind in kinds) if window else 0
-        attending, _ = self._kinds()
+        attending, _ = kinds_of_layers(given)
+        if not attending:  # a prefix is found by blocks that hold next to nothing
+            attending, pairs, head = 1, 1, 8
         seen = (attending - slides) * tokens + slides * min(tokens, (window or 0) + max(step, self.mutual))
         return int(2 * pairs * head * self.number * seen)
 
     def states(self) -> int:
         """Bytes of the running states that are kept for one sequence, in all layers; 0 if the model keeps none."""
-        _, layers = self._kinds()
-        inputs, numbers = self._remembered()
+        _, layers = kinds_of_layers(self.settings)
+        inputs, numbers = remembered(self.settings)
         return int(STATES * layers * (inputs * self.number + numbers * _BYTES["float32"]))
-
-    def _remembered(self) -> tuple[int, int]:
-        """What a layer with a running state keeps: inputs of its convolution, and numbers in float32."""
-        given = self.settings
-        if "linear_num_value_heads" in given:  # a gated delta net
-            size = given.get("linear_key_head_dim", 0)
-            keys = given.get("linear_num_key_heads", 0) * size
-            values = given["linear_num_value_heads"] * given.get("linear_value_head_dim", 0)
-            return (given.get("linear_conv_kernel_dim", 1) - 1) * (2 * keys + values), size * values
-        if heads := given.get("mamba_n_heads") or given.get("mamba_num_heads"):
-            head = given.get("mamba_d_head") or given.get("mamba_head_dim") or 0
-            if not isinstance(head, int):  # "auto"
-                head = given.get("mamba_expand", 2) * given.get("hidden_size", 0) // heads
-            size = given.get("mamba_d_state") or given.get("ssm_state_size") or 0
-            groups = given.get("mamba_n_groups") or given.get("n_groups") or 1
-            taps = given.get("mamba_d_conv") or given.get("conv_kernel") or 4
-            return (taps - 1) * (heads * head + 2 * groups * size), heads * head * size
-        return (given.get("conv_L_cache", 1) - 1) * given.get("hidden_size", 0), 0  # a short convolution
-
-    def _kinds(self) -> tuple[int, int]:
-        """How many layers attend, and how many keep a running state instead, or besides."""
-        given = self.settings
-        layers = given.get("num_hidden_layers") or given.get("n_layer") or 1
-        if not any(name in given for name in _REMEMBERING):
-            return layers, 0
-        kinds = given.get("layer_types") or given.get("layers_block_type") or given.get("hybrid_override_pattern")
-        if kinds:
-            return sum(kind in _ATTENDING for kind in kinds), sum(kind in _KEEPING for kind in kinds)
-        if "linear_num_value_heads" in given:  # each so many-th layer attends
-            attending = layers // given.get("full_attention_interval", 4)
-            return attending, layers - attending
-        chosen = given.get("attn_layer_indices") or given.get("full_attn_idxs")
-        return (layers, layers) if chosen is None else (len(chosen), layers - len(chosen))

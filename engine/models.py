@@ -25,7 +25,10 @@ from .vision.families import PROCESSORS, Family, completed, family_of
 BUNDLED = "penstock-nano"  # the model that comes with the package: see deploy/nano
 _BUNDLED_AT = Path(__file__).parents[1] / "deploy" / "nano" / "model"
 _OTHER_FORMS = ["original/*", "metal/*"]  # folders in which some keep the same weights once more
-_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+_CONTEXT_KEYS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length"),
+    "model_max_length",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +148,12 @@ def seeing_family(path: Path, config: Mapping[str, Any]) -> Family | None:
     return family if any((path / name).is_file() for name in PROCESSORS) else None
 
 
-def read_model_info(path: Path, source: str, max_sequence_length: int | None = None) -> ModelInfo:
+def read_model_info(
+    path: Path, source: str, max_sequence_length: int | None = None, *, needs_context: bool = True
+) -> ModelInfo:
     """Read a model's configuration; `max_sequence_length` shortens the context, never lengthens it.
 
+    Without `needs_context` the context of a model that does not give it is 0.
     Raises `ModelLoadError` for missing or broken files, `ConfigurationError` for a length above the model's.
     """
     config = read_config(path)
@@ -158,7 +164,7 @@ def read_model_info(path: Path, source: str, max_sequence_length: int | None = N
             [f"max_sequence_length={max_sequence_length}: the context of {source} has {own} tokens; set no more"]
         )
     context = max_sequence_length or own
-    if context is None:
+    if context is None and needs_context:
         raise ModelLoadError(f"{path} does not give the context length; set max_sequence_length")
     if not isinstance(text.get("vocab_size"), int):
         raise ModelLoadError(f"{path} has no vocab_size: it is not a language model's; choose a language model")
@@ -168,7 +174,7 @@ def read_model_info(path: Path, source: str, max_sequence_length: int | None = N
     return ModelInfo(
         source=source,
         architecture=(config.get("architectures") or ["unknown"])[0],
-        context_length=context,
+        context_length=context or 0,
         vocabulary_size=text["vocab_size"],
         eos_token_ids=tuple(eos),
         dtype=config.get("dtype") or config.get("torch_dtype"),

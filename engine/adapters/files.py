@@ -136,7 +136,7 @@ class _Shape(NamedTuple):
 def _comparable(pairs: Mapping[str, LowRank], base: Path) -> tuple[Mapping[str, LowRank], Targets]:
     """The modules that the weight files of `base` have, and their sizes there."""
     try:
-        vocabulary = read_model_info(base, str(base), None).vocabulary_size
+        vocabulary = read_model_info(base, str(base), needs_context=False).vocabulary_size
         weights = {name.removesuffix(".weight"): shape for name, shape in read_shapes(base).items() if len(shape) == 2}
     except ModelLoadError:  # who loads the model will say so
         return {}, Targets({}, frozenset())

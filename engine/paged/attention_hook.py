@@ -38,13 +38,9 @@ def _attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     penstock: Callable[..., Tensor] | None = None,
-    penstock_states: object = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """Pass one layer's tensors, [1, H, T, D] each, to `penstock`, which the runner gave to the model's forward.
-
-    `penstock_states` is for other layers.
-    """
+    """Pass one layer's tensors, [1, H, T, D] each, to `penstock`, which the runner gave to the model's forward."""
     unknown = sorted(name for name in others.keys() - _HARMLESS if others[name] is not None)
     if penstock is None or attention_mask is not None or unknown or not getattr(module, "is_causal", True):
         reason = f"it asks for {', '.join(unknown)}" if unknown else "its attention is not plain and causal"

@@ -4,19 +4,23 @@ running state."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...schemas.errors import ModelLoadError
 from ..plain.model import PlainModel
 from .attention import Rules, attend_alone
+from .decoding.linear import noting_reads
 from .kv.kv_cache import LayerSpec
 
 if TYPE_CHECKING:  # it imports transformers
     from .state.layer import StateLayer
+
+
+_NOTHING = LayerSpec(None, 1, 8, 8)  # of a model that does not attend: no layer writes there
 
 
 class Layers(NamedTuple):
@@ -24,6 +28,7 @@ class Layers(NamedTuple):
 
     A layer that attends to the keys and values of an earlier one, by the same rules, has the number of that one.
     `attention_flops` are for each key that a query attends to, in all layers; `logits` are what the pass returned.
+    Of linear layers in `reads` the model's own code reads the weights, so they have to stay what they are.
     """
 
     specs: list[LayerSpec]
@@ -32,6 +37,7 @@ class Layers(NamedTuple):
     stateful: list[StateLayer]
     attention_flops: int
     logits: Tensor
+    reads: Set[nn.Module]
 
 
 def observe(model: Any, name: str, run: Callable[[Callable[..., Tensor]], Tensor]) -> Layers:
@@ -71,13 +77,13 @@ def observe(model: Any, name: str, run: Callable[[Callable[..., Tensor]], Tensor
         return attend_alone(query, key, value, rules)
 
     try:
-        with first_pass:
+        with first_pass, noting_reads(model) as reads:
             logits = run(note)
     except ModelLoadError:
         raise
     except Exception as error:
         raise ModelLoadError(f"the backend 'paged' cannot run {name} ({error}); use --backend hf") from error
-    if {*seen, *stateful, *feeding} != set(range(config.num_hidden_layers)) or not seen:
+    if {*seen, *stateful, *feeding} != set(range(config.num_hidden_layers)):
         raise ModelLoadError(
             f"{name} has {config.num_hidden_layers} layers, and only {len(seen)} of them attend; use --backend hf"
         )
@@ -88,4 +94,7 @@ def observe(model: Any, name: str, run: Callable[[Callable[..., Tensor]], Tensor
     storing = sorted(index for index, source in sources.items() if index == source)
     numbers = {index: storing.index(source) for index, source in sources.items()}
     own = replace_states(model) if stateful else []
-    return Layers([seen[i] for i in storing], [rules_of[i] for i in storing], numbers, own, flops, logits)
+    reads -= {module for layer in own for module in layer.modules()}  # no longer theirs
+    if not seen:  # a prefix is found by its blocks, which then hold nothing
+        return Layers([_NOTHING], [Rules(1.0)], {}, own, 0, logits, reads)
+    return Layers([seen[i] for i in storing], [rules_of[i] for i in storing], numbers, own, flops, logits, reads)

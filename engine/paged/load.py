@@ -20,6 +20,7 @@ from ..plain.model import PlainModel
 from ..vision.processor import VisionProcessor
 from .decoding.experts import packing_experts
 from .decoding.linear import HELD
+from .decoding.llama4 import replace_mixtures
 from .decoding.rows import hold_rows
 from .quantization.blocks import rows_of
 from .quantization.quantize import ProductMaker
@@ -43,6 +44,7 @@ def load_model(
     What its files hold as levels is packed by `make` at once, and its numbers are in no memory.
     """
     model = _load(config, path, architecture, device, make.takes_levels, progress)
+    replace_mixtures(model)
     with reading(config.model, config.dtype, device):
         _hold(model, make, progress)
     return model
@@ -62,9 +64,11 @@ def _load(
     keep_levels = keep_levels if device.type == "cpu" else None  # moving what is absent would give it memory
     if processor is not None:
         return _load_seeing(config, path, architecture, device, progress, processor, keep_levels)
-    from ..loading import load_causal_lm  # it imports transformers, which takes seconds
+    from ..loading import load_causal_lm, takes_images  # it imports transformers, which takes seconds
     from .attention_hook import ATTENTION
 
+    if takes_images(path, architecture):
+        return _load_blind(config, path, architecture, device, progress, keep_levels)
     try:
         return load_causal_lm(config, path, architecture, device, progress, ATTENTION, keep_levels=keep_levels)
     except ModelLoadError as error:
@@ -91,8 +95,27 @@ def _load_seeing(
 
     loaded = load_causal_lm(config, path, architecture, device, progress, None, keep_levels=keep_levels, sees=True)
     model = split(loaded, processor)
-    if device.type == "cpu" and not computes_bfloat16():
+    if model.vision is not None and device.type == "cpu" and not computes_bfloat16():
         model.vision.widen()
+    model.config._attn_implementation = ATTENTION
+    return model
+
+
+def _load_blind(
+    config: EngineConfig,
+    path: Path,
+    architecture: str,
+    device: torch.device,
+    progress: ProgressCallback | None,
+    keep_levels: TakesLevels | None,
+) -> PreTrainedModel | LanguageModel:
+    """What takes text in a model that sees images in a way that is not supported."""
+    from ..loading import load_causal_lm
+    from ..vision.blind import split_text
+    from .attention_hook import ATTENTION
+
+    loaded = load_causal_lm(config, path, architecture, device, progress, None, keep_levels=keep_levels, sees=True)
+    model = split_text(loaded)
     model.config._attn_implementation = ATTENTION
     return model
 

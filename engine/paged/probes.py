@@ -51,13 +51,19 @@ def probes_apart(ids: Sequence[int], num_groups: int) -> list[Segment]:
 @torch.inference_mode()
 def look(model: LanguageModel, ids: Tensor, known: Verdict | None) -> Probe | None:
     """What transformers' own layers make of a picture between some text, as long as none of them is replaced; None for
-    a model that is `known`."""
+    a model that is `known`, and one that takes text alone, of which a text is tried."""
+    from ..vision.blind import BlindModel  # transformers takes seconds to import
+    from .state.layers import without_advice
+
+    if isinstance(model, BlindModel):
+        with without_advice():
+            model.check(ids)
+        return None
     if known is not None:
-        if known.pauses:
+        if model.vision is not None and known.pauses:
             model.vision.pause()
         return None
-    from .state.layers import without_advice  # transformers takes seconds to import
-
+    assert model.vision is not None
     with without_advice():
         return model.vision.probe(ids.tolist(), model.logits)
 

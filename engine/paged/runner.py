@@ -79,7 +79,7 @@ class Runner:
         self.dtype, self.device, self._stride = model.dtype, model.device, stride_of(context_length)
         self._model: Any = model
         self.vision: Vision | None = model.vision if isinstance(model, LanguageModel) else None
-        self._name: str = model.config.architecture if isinstance(model, PlainModel) else type(model).__name__
+        self._name: str = getattr(model, "name", type(model).__name__)
         self._decoder: Decoder | None = None
         self._compiled: CompiledDecoder | None = None  # computes steps of few tokens; set by `_compile`
         self._pools: list[Pool] = []
@@ -233,7 +233,7 @@ class Runner:
             return result
         inputs: dict[str, Any] = {"input_ids": ids[None], "position_ids": positions[None], "logits_to_keep": keep}
         inputs |= {} if seen is None else {"seen": seen}
-        inputs |= {} if states is None else {"penstock_states": states}
+        self.states.begin(states)
         logits: Tensor = self._model(**inputs, use_cache=False, penstock=attention).logits[0]
         return logits
 
@@ -246,6 +246,7 @@ class Runner:
         with self.adaptation.observe(len(ids)):
             found = observe(self._model, self._name, partial(self._run, ids, positions, keep))
         self._rules, self._numbers, self.states = found.rules, found.numbers, States(found.stateful)
+        self._reads = found.reads
         self.attention_flops, self._alone = found.attention_flops, found.logits
         return found.specs
 
@@ -306,7 +307,7 @@ class Runner:
         if is_plain:
             self._decoder = Decoder(self._model, fuse, self.dtype)
             return
-        replace_linears(self._model, fuse)
+        replace_linears(self._model, fuse, self._reads)
         self.adaptation.hook(self._model)
 
     def _compile(self, kernels: Kernels | None, context_length: int, is_proven: bool) -> str:

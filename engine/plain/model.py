@@ -123,7 +123,7 @@ class PlainModel(nn.Module):
 
     def __init__(self, config: PlainConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.name = config, config.architecture
         with torch.device("meta"):
             self.model = Body(config)
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

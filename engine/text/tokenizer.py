@@ -36,7 +36,7 @@ class Tokenizer:
 
     def __init__(self, path: Path) -> None:
         """Load from a model directory or a GGUF file. Raises `ModelLoadError`."""
-        info = read_model_info(path, str(path))
+        info = read_model_info(path, str(path), needs_context=False)
         loaded = load_tokenizer_files(path)
         facts = loaded.facts
         # The fast tokenizer's own decode: without transformers' clean-up of spaces, which looks across tokens.

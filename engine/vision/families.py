@@ -182,7 +182,7 @@ def _sizes(_: Config, made: Mapping[str, Any]) -> Grid:
 
 
 def _pixtral_patch(config: Config) -> int:
-    merge = config.get("spatial_merge_size", 2) if config.get("model_type") == "mistral3" else 1
+    merge = 1 if config.get("model_type") == "llava" else config.get("spatial_merge_size", 2)
     return _side(_tower(config).get("patch_size", 16)) * int(merge)
 
 
@@ -190,6 +190,11 @@ def _write_pixtral(config: Config, grid: Grid, mark: str) -> str:
     patch = _pixtral_patch(config)
     rows, columns = grid[0] // patch, grid[1] // patch
     return "[IMG_BREAK]".join([mark * columns] * rows) + "[IMG_END]"
+
+
+def _write_lighton(config: Config, grid: Grid, mark: str) -> str:
+    patch = _pixtral_patch(config)
+    return mark * (grid[0] // patch * (grid[1] // patch))
 
 
 def _crops(_: Config, made: Mapping[str, Any]) -> Grid:
@@ -256,6 +261,7 @@ _QWEN = Family(
     blocks=("visual.blocks", "visual.deepstack_merger_list"),
     bounded=_bounds,
 )
+_PLAIN = _QWEN._replace(merge=lambda _: 0, blocks=("visual.blocks",))  # whose positions are plain
 _GLM = _QWEN._replace(blocks=("visual.blocks",), bounded=_frame_bounds)
 _TILES = Family(_rows, _write_tiles, lambda _: {"return_row_col_info": True}, is_rigid=True, tiles=1)
 _PIXTRAL = Family(
@@ -299,7 +305,11 @@ FAMILIES: dict[str, Family] = {
     "glm4v": _GLM,
     "glm4v_moe": _GLM,
     "glm46v": _GLM,
-    "lfm3_vl": _QWEN._replace(merge=lambda _: 0, blocks=("vision_tower.layers",), narrows=True),
+    "glm_ocr": _GLM,
+    "exaone4_5": _PLAIN,
+    "paddleocr_vl": _QWEN._replace(blocks=("visual.vision_model.encoder.layers",)),
+    "lfm3_vl": _PLAIN._replace(blocks=("vision_tower.layers",), narrows=True),
+    "lighton_ocr": Family(_sizes, _write_lighton, blocks=("vision_encoder.transformer.layers",)),
     "mistral3": _PIXTRAL,
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
@@ -330,7 +340,10 @@ _TEXTS: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 6,
     },
 }
-_TOWERS = {"visual", "vision_tower", "vision_model", "multi_modal_projector", "connector", "embed_vision"}
+_TOWERS = {
+    *("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector", "embed_vision"),
+    *("projector", "vision_encoder", "vision_projection"),
+}
 HEARING = {"audio_tower", "embed_audio"}
 """Modules' names, too."""
 _BIDIRECTIONAL = {"gemma3n", "paligemma", "shieldgemma2", "t5gemma2"}

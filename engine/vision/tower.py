@@ -60,15 +60,17 @@ class Probe(NamedTuple):
 class LanguageModel(nn.Module):
     """The language model of one that sees, with the structure and face of transformers' causal language models."""
 
-    def __init__(self, whole: Any, text: Any, head: nn.Module, vision: Vision) -> None:
+    def __init__(self, whole: Any, text: Any, head: nn.Module, vision: Vision | None) -> None:
         super().__init__()
         self.model = text
         self.lm_head = head
         self.config = text.config
         self.vision = vision
+        self.name = type(whole).__name__
         self.replaced = replaced_tokens(whole.config)
         self._has_layer_inputs = bool(getattr(text, "hidden_size_per_layer_input", 0))  # Gemma 4's E2B and E4B have
         self._softcap: float | None = getattr(text.config, "final_logit_softcapping", None)
+        self._multiplier: float = getattr(text.config, "output_multiplier", None) or 1.0  # of Muse, before the cap
         self.dtype: torch.dtype = text.dtype
         self.device: torch.device = text.device
         self._supports_attention_backend = bool(text._supports_attention_backend and whole._supports_attention_backend)
@@ -83,7 +85,7 @@ class LanguageModel(nn.Module):
         position_ids: Tensor,
         logits_to_keep: Tensor,
         use_cache: bool,
-        penstock: Callable[..., Tensor],
+        penstock: Callable[..., Tensor] | None = None,
         seen: Seen | None = None,
         **more: Any,
     ) -> Logits:
@@ -110,7 +112,7 @@ class LanguageModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What the last layer makes, […, E] → [..., V]."""
-        made: Tensor = self.lm_head(hidden)
+        made: Tensor = self.lm_head(hidden) if self._multiplier == 1 else self.lm_head(hidden) * self._multiplier
         return made if self._softcap is None else self._softcap * (made / self._softcap).tanh()
 
 

@@ -71,6 +71,18 @@ _GLM = _QWEN | {"intermediate_size": 48, "out_hidden_size": 64, "image_size": 56
 _GLM_ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
 _GLM_SIZE = {"shortest_edge": 2 * 56 * 56, "longest_edge": 2 * 112 * 112}  # of two frames
 
+_PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 112,
+    "patch_size": 14,
+    "initializer_range": 0.3,
+}
+
 _GEMMA4 = {
     **_TEXT,
     "model_type": "gemma4_text",
@@ -291,6 +303,50 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "Glm46VImageProcessor", "size": _GLM_SIZE},
     ),
+    "glm_ocr": (
+        ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|video|>"],
+        {
+            "text_config": _TEXT | {"rope_parameters": _MROPE, "head_dim": 16},
+            "vision_config": _GLM,
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "Glm46VImageProcessor", "size": _GLM_SIZE},
+    ),
+    "exaone4_5": (
+        ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
+        {
+            "text_config": _TEXT
+            | {"model_type": "exaone4", "sliding_window": 20, "sliding_window_pattern": "LG"}
+            | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+            "vision_config": _QWEN
+            | {"intermediate_size": 64, "out_hidden_size": 64, "num_key_value_heads": 1}
+            | {"window_size": 56, "fullatt_block_indexes": [1]},
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 56 * 56, "max_pixels": 112 * 112},
+    ),
+    "paddleocr_vl": (
+        ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
+        {
+            "text_config": _TEXT | {"head_dim": 16, "rope_parameters": _MROPE},
+            "vision_config": _SIGLIP | {"patch_size": 14, "image_size": 56, "spatial_merge_size": 2},
+            "tie_word_embeddings": False,
+        },
+        {
+            "image_processor_type": "PaddleOCRVLImageProcessor",
+            "size": {"shortest_edge": 56 * 56, "longest_edge": 112 * 112},
+        },
+    ),
+    "lighton_ocr": (
+        ["<|image_pad|>"],
+        {
+            "text_config": _TEXT | {"model_type": "qwen3", "head_dim": 16, "sliding_window": None},
+            "vision_config": _PIXTRAL,
+            "spatial_merge_size": 2,
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 112}, "patch_size": 14},
+    ),
     "gemma3": (  # an image has more tokens than the window, and than some steps
         ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
         {
@@ -340,17 +396,7 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
         {
             "text_config": _TEXT | {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
-            "vision_config": {
-                "model_type": "pixtral",
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "head_dim": 16,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "image_size": 112,
-                "patch_size": 14,
-                "initializer_range": 0.3,
-            },
+            "vision_config": _PIXTRAL,
             "spatial_merge_size": 2,
             "tie_word_embeddings": False,
         },
@@ -391,7 +437,7 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
         own |= {"boi_token_id": ids[1], "eoi_token_id": ids[2], "video_token_id": ids[3], "audio_token_id": ids[4]}
     if family == "gemma3":
         own |= {"boi_token_index": ids[1], "eoi_token_index": ids[2]}
-    if family in ("glm4v", "glm4v_moe", "glm46v"):
+    if family in ("glm4v", "glm4v_moe", "glm46v", "glm_ocr"):
         own |= {"image_start_token_id": ids[1], "image_end_token_id": ids[2], "video_token_id": ids[3]}
     if family in ("llava", "mistral3"):
         own = {"image_token_index": ids[0]}

@@ -39,7 +39,7 @@ def expected(
 def _joined(images: Sequence[PromptImage], processor: VisionProcessor, family: str) -> dict[str, torch.Tensor]:
     """The inputs of all images of a prompt, as transformers' processors put them together."""
     each = [processor.inputs(image) for image in images]
-    if family == "mistral3":
+    if family in ("mistral3", "lighton_ocr"):
         height, width = (max(one["pixel_values"].shape[axis] for one in each) for axis in (2, 3))
         for one in each:
             pixels = one["pixel_values"]

@@ -6,8 +6,9 @@ otherwise (bfloat16 on CPUs with AMX or without AVX-512, any weight without oneD
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -229,11 +230,47 @@ class Applied(nn.Module):
         return self._linear(x)
 
 
-def replace_linears(model: nn.Module, make: Callable[[Sequence[nn.Linear]], Linear]) -> None:
-    """Put products in the places of a model's linear layers."""
+class _Watched(nn.Linear):
+    """A linear layer that notes in `reads` whether others than itself read its weight."""
+
+    reads: set[nn.Module]
+    is_running = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.is_running = True
+        try:
+            return super().forward(input)
+        finally:
+            self.is_running = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("weight", "bias") and not self.is_running:
+            self.reads.add(self)
+        return super().__getattr__(name)
+
+
+@contextmanager
+def noting_reads(model: nn.Module) -> Iterator[set[nn.Module]]:
+    """Yields a set for those linear layers whose weights the model's own code reads inside, as some routers' does."""
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    reads: set[nn.Module] = set()
+    for module in linears:
+        module.__class__ = _Watched
+        vars(module)["reads"] = reads
+    try:
+        yield reads
+    finally:
+        for module in linears:
+            module.__class__ = nn.Linear
+            for own in ("reads", "is_running"):
+                vars(module).pop(own, None)
+
+
+def replace_linears(model: nn.Module, make: Callable[[Sequence[nn.Linear]], Linear], but: Set[nn.Module]) -> None:
+    """Put products in the places of a model's linear layers, `but` these."""
     for parent in list(model.modules()):
         for name, module in parent.named_children():
-            if type(module) is nn.Linear:
+            if type(module) is nn.Linear and module not in but:
                 setattr(parent, name, Applied(make([module])))
 
 

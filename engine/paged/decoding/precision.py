@@ -16,7 +16,19 @@ from torch import Tensor, nn
 from ...checkpoints.rounded import is_absent
 from .rows import hook_rows, is_table
 
-_LOOKING = {"NemotronHBlock"}  # modules that ask for the dtype of their norm before they call it
+_LOOKING = {  # modules that read weights of others, or ask for their dtype, before they call them
+    "FalconMambaBlock": "norm",
+    "FalconMambaForCausalLM": "lm_head",
+    "FalconMambaMixer": "dt_proj",
+    "HunYuanMoEV1Gate": "wg",
+    "JambaMambaMixer": "dt_proj",
+    "Mamba2Block": "norm",
+    "Mamba2ForCausalLM": "lm_head",
+    "MambaBlock": "norm",
+    "MambaForCausalLM": "lm_head",
+    "MambaMixer": "dt_proj",
+    "NemotronHBlock": "norm",
+}
 
 
 @contextmanager
@@ -52,5 +64,6 @@ def _widen(module: nn.Module, hooks: ExitStack) -> None:
 def _present(module: Any) -> list[nn.Parameter]:
     """What a module reads: a layer passes the weights of its convolution to a function of its own."""
     read = [module, *(child for child in module.children() if type(child) is nn.Conv1d)]
-    read += [module.norm] if type(module).__name__ in _LOOKING else []
+    if (other := _LOOKING.get(type(module).__name__)) is not None:
+        read.append(getattr(module, other))
     return [weight for one in read for weight in one.parameters(recurse=False) if not is_absent(weight)]

@@ -57,11 +57,11 @@ OFFSET = {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3_5RMSNorm", "Q
 WIDE = OFFSET | {"Gemma4RMSNorm"}
 """The names of norms that multiply in float32."""
 _TURNING_NEIGHBOURS = {
-    *("GlmAttention", "Glm4Attention", "Glm4vTextAttention"),
+    *("GlmAttention", "Glm4Attention", "Glm4vTextAttention", "GlmOcrTextAttention"),
     *("Ernie4_5Attention", "HeliumAttention"),
 }
 """The names of attention that rotates neighbouring numbers of a head together, and not those of its halves."""
-PAIRED = {"Glm4vTextRotaryEmbedding"}
+PAIRED = {"Glm4vTextRotaryEmbedding", "GlmOcrTextRotaryEmbedding"}
 """The names of rotations whose angles lie as neighbours, and not by halves."""
 _SEEING = {"Gemma4Model"}
 """The names of bodies with a language model that computes text as it does alone."""

@@ -1,6 +1,6 @@
-"""The gated delta nets of Qwen3-Next and Qwen3.5, whose states are those of the delta rule.
+"""The gated delta nets of Qwen3-Next, Qwen3.5 and OLMo Hybrid, whose states are those of the delta rule.
 
-Source: `Qwen3NextGatedDeltaNet` and `Qwen3_5GatedDeltaNet` in transformers.
+Source: `Qwen3NextGatedDeltaNet`, `Qwen3_5GatedDeltaNet` and `OlmoHybridGatedDeltaNet` in transformers.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ class Projected(NamedTuple):
 class DeltaNet(RecurrentLayer):
     """Call `allocate` before the first step."""
 
-    def __init__(self, layer: Any) -> None:
+    highest_rate = 1.0
+    """Of what a token may change; above 1, the state may go past what the token wants it to say."""
+
+    def __init__(self, layer: Any, norm: str = "norm", out_proj: str = "out_proj") -> None:
         super().__init__(layer.conv1d)
         self.num_keys: int = layer.num_k_heads
         self.num_values: int = layer.num_v_heads
         self.key_size: int = layer.head_k_dim
         self.value_size: int = layer.head_v_dim
-        self.norm, self.out_proj = layer.norm, layer.out_proj
+        self.norm, self.out_proj = getattr(layer, norm), getattr(layer, out_proj)
         self.activation: nn.Module = ACT2FN[layer.activation]
         self.decay: Tensor = -layer.A_log.detach().float().exp()  # [H]
         self.dt_bias: Tensor = layer.dt_bias.detach().float()
@@ -50,9 +53,9 @@ class DeltaNet(RecurrentLayer):
         """[T, E] → what the layer computes with."""
         raise NotImplementedError
 
-    def forward(self, hidden_states: Tensor, penstock_states: StateStep | None = None, **_: object) -> Tensor:
-        """[1, T, E] → [1, T, E]; `penstock_states` says which slots the row's sequences use."""
-        projected: Tensor = self.out_proj(self.read(self.project(hidden_states[0]), penstock_states)[None])
+    def forward(self, hidden_states: Tensor, **_: object) -> Tensor:
+        """[1, T, E] → [1, T, E], with the slots of `step`."""
+        projected: Tensor = self.out_proj(self.read(self.project(hidden_states[0]), self.step)[None])
         return projected
 
     def read(self, made: Sequence[Tensor], step: StateStep | None) -> Tensor:
@@ -97,13 +100,14 @@ class DeltaNet(RecurrentLayer):
         width = self.num_keys * self.key_size
         sizes = [width, width, self.num_values * self.value_size]
         query, key, value = torch.split(convolved, sizes, dim=-1)
-        query, key = (_unit(each.view(len(each), -1, self.key_size)) for each in (query, key))
+        query, key = (unit(each.view(len(each), -1, self.key_size)) for each in (query, key))
         shared = self.num_values // self.num_keys
         if shared > 1:  # consecutive value heads share a query and a key
             query, key = (each.repeat_interleave(shared, dim=1) for each in (query, key))
         log_decay = self.decay * functional.softplus(a.float() + self.dt_bias)
         value = value.view(len(value), -1, self.value_size)
-        return Tokens(query * self.key_size**-0.5, key, value, log_decay, b.float().sigmoid())
+        rate = b.float().sigmoid() * self.highest_rate
+        return Tokens(query * self.key_size**-0.5, key, value, log_decay, rate)
 
 
 class NextDeltaNet(DeltaNet):
@@ -134,5 +138,22 @@ class SplitDeltaNet(DeltaNet):
         return Projected(self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x))
 
 
-def _unit(x: Tensor) -> Tensor:
+class SeparateDeltaNet(DeltaNet):
+    """OLMo Hybrid's: six projections."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__(layer, "o_norm", "o_proj")
+        self.q_proj, self.k_proj, self.v_proj = layer.q_proj, layer.k_proj, layer.v_proj
+        self.g_proj, self.b_proj, self.a_proj = layer.g_proj, layer.b_proj, layer.a_proj
+        if layer.allow_neg_eigval:
+            self.highest_rate = 2.0
+            self.has_kernels = False  # whose rates end at 1
+
+    def project(self, x: Tensor) -> Projected:
+        mixed = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
+        return Projected(mixed, self.g_proj(x), self.b_proj(x), self.a_proj(x))
+
+
+def unit(x: Tensor) -> Tensor:
+    """[…, D] → […, D], of length 1."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)

@@ -51,7 +51,10 @@ def is_silu(activation: object) -> bool:
 
 
 class StateLayer(nn.Module):
-    """Replaces transformers' layer, with its modules. Call `allocate` before the first step."""
+    """Replaces transformers' layer, with its modules. Call `allocate` before the first step.
+
+    `step` reaches it by itself, since not all models pass on to such a layer what their forward was given.
+    """
 
     kept = slice(None)
     """Which numbers of what the first projection makes the convolution keeps."""
@@ -61,6 +64,7 @@ class StateLayer(nn.Module):
         self.taps: Tensor = convolution.weight.detach().float().squeeze(1).T.contiguous()  # [K, C]
         self.bias: Tensor | None = None if convolution.bias is None else convolution.bias.detach().float()
         self._inputs = torch.empty(0)  # set by `allocate`
+        self.step: StateStep | None = None  # which slots the sequences of a row use; set by `States.begin`
         self.has_kernels = has_triton(self.device)
 
     @property

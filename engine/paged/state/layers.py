@@ -10,24 +10,34 @@ from typing import Any
 from torch import nn
 
 from ....schemas.errors import ModelLoadError
-from .delta_net import NextDeltaNet, SplitDeltaNet
+from .delta_net import NextDeltaNet, SeparateDeltaNet, SplitDeltaNet
+from .kimi_delta import KimiDeltaNet
 from .layer import StateLayer
 from .mamba import Mamba
+from .selective import Selective
 from .short_convolution import ShortConvolution
 
 _KINDS: dict[str, Callable[[Any], StateLayer]] = {
+    "BailingHybridDeltaAttention": KimiDeltaNet,
     "BambaMixer": Mamba,
     "FalconH1Mixer": Mamba,
+    "FalconMambaMixer": Selective,
     "GraniteMoeHybridMambaLayer": Mamba,
+    "JambaMambaMixer": Selective,
+    "KimiLinearDeltaAttention": KimiDeltaNet,
     "Lfm2MoeShortConv": ShortConvolution,
     "Lfm2ShortConv": ShortConvolution,
     "Lfm3ShortConv": ShortConvolution,
+    "Mamba2Mixer": Mamba,
+    "MambaMixer": Selective,
     "NemotronHMamba2Mixer": Mamba,
+    "OlmoHybridGatedDeltaNet": SeparateDeltaNet,
     "Qwen3NextGatedDeltaNet": NextDeltaNet,
     "Qwen3_5GatedDeltaNet": SplitDeltaNet,
     "Qwen3_5MoeGatedDeltaNet": SplitDeltaNet,
 }
 _ATTENDING = {"full_attention", "sliding_attention", "hybrid"}
+_CHUNKED = "chunked_attention"  # full attention, in a context that ends with the first chunk
 _FEEDING = {"mlp", "moe"}  # layers that keep nothing of a sequence
 
 
@@ -38,7 +48,8 @@ def find_states(model: Any, name: str) -> dict[int, nn.Module]:
     found: dict[int, nn.Module] = {
         module.layer_idx: module for module in model.modules() if type(module).__name__ in _KINDS
     }
-    unknown = {index: kind for index, kind in kinds if index not in found and kind not in _ATTENDING | _FEEDING}
+    known = _ATTENDING | _FEEDING | ({_CHUNKED} if hasattr(config, "attention_chunk_size") else set())
+    unknown = {index: kind for index, kind in kinds if index not in found and kind not in known}
     if unknown or (model._is_stateful and not found):
         classes = {type(module).__name__ for module in model.modules() if getattr(module, "layer_idx", None) in unknown}
         what = ", ".join(sorted(classes or {*unknown.values()})) or "a recurrent state"

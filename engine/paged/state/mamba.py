@@ -64,11 +64,11 @@ class Mamba(RecurrentLayer):
     def state_shape(self) -> tuple[int, int, int]:
         return self.num_heads, self.key_size, self.head_size
 
-    def forward(self, hidden_states: Tensor, penstock_states: StateStep | None = None, **_: object) -> Tensor:
-        """[1, T, E] → [1, T, E]; `penstock_states` says which slots the row's sequences use."""
+    def forward(self, hidden_states: Tensor, **_: object) -> Tensor:
+        """[1, T, E] → [1, T, E], with the slots of `step`."""
         x = hidden_states[0]
         projected = self.in_proj(x if self.in_multiplier == 1.0 else x * self.in_multiplier)
-        result: Tensor = self.out_proj(self.read([projected], penstock_states)[None])
+        result: Tensor = self.out_proj(self.read([projected], self.step)[None])
         return result
 
     def mix(self, made: Sequence[Tensor], step: StateStep) -> Tensor:

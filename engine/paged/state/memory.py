@@ -11,6 +11,7 @@ from ..kv.kv_cache import Pool, zeros
 
 if TYPE_CHECKING:  # its room imports transformers
     from .layer import StateLayer
+    from .step import StateStep
 
 
 class States:
@@ -34,6 +35,11 @@ class States:
             buffer = zeros((max_batch_size, size), torch.float32, self._layers[0].device)
         for layer in self._layers:
             layer.allocate(num_slots, dtype, buffer)
+
+    def begin(self, step: StateStep | None) -> None:
+        """Tell the layers which slots the next pass through the model uses."""
+        for layer in self._layers:
+            layer.step = step
 
     @property
     def pools(self) -> list[Pool]:

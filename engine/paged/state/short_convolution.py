@@ -20,9 +20,9 @@ class ShortConvolution(StateLayer):
         super().__init__(layer.conv)
         self.in_proj, self.out_proj = layer.in_proj, layer.out_proj
 
-    def forward(self, hidden_states: Tensor, penstock_states: StateStep | None = None, **_: object) -> Tensor:
-        """[1, T, E] → [1, T, E]; `penstock_states` says which slots the row's sequences use."""
-        result: Tensor = self.out_proj(self.read([self.in_proj(hidden_states[0])], penstock_states)[None])
+    def forward(self, hidden_states: Tensor, **_: object) -> Tensor:
+        """[1, T, E] → [1, T, E], with the slots of `step`."""
+        result: Tensor = self.out_proj(self.read([self.in_proj(hidden_states[0])], self.step)[None])
         return result
 
     def mix(self, made: Sequence[Tensor], step: StateStep) -> Tensor:

@@ -49,6 +49,9 @@ MORE = [
     "gpt2",
     "granite",
     "helium",
+    "hunyuan_v1_moe",
+    "llama4_text",
+    "longcat_flash",
     "mellum",
     "ministral3",
     "mixtral",
@@ -61,7 +64,9 @@ MORE = [
 STATEFUL = {
     *("qwen3_next", "qwen3_5_text", "bamba", "falcon_h1", "granitemoehybrid"),
     *("lfm2", "lfm2_moe", "lfm3", "nemotron_h"),
+    *("bailing_hybrid", "falcon_mamba", "jamba", "kimi_linear", "mamba", "mamba2", "olmo_hybrid"),
 }
+ALONE = {"falcon_mamba", "mamba", "mamba2"}  # of which no layer attends
 all_shapes = pytest.mark.parametrize("shape", [*SOME, *MORE, *sorted(STATEFUL - {*SOME})])
 some_shapes = pytest.mark.parametrize("shape", SOME)
 
@@ -125,6 +130,9 @@ class Oracle:
         if shape == "gemma4_text":  # its layers differ, and the last ones attend to keys of earlier ones
             own = [config.per_layer_config[i] for i in range(config.num_hidden_layers - config.num_kv_shared_layers)]
             return sum(blocks * BLOCK * 2 * one.num_key_value_heads * one.head_dim * 4 for one in own)
+        if shape in ALONE:
+            files = ModelFiles.of(EngineConfig(model=str(self._directory_of(shape)), dtype="float32", device="cpu"))
+            return files.cache(blocks * BLOCK, 1) + rows * files.states() * LEAST_STATES // STATES
         heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         if getattr(config, "kv_lora_rank", None):  # latent attention, whose values are cached as wide as its keys

@@ -20,6 +20,7 @@ from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.glm4v.modeling_glm4v import Glm4vModel
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.lighton_ocr.processing_lighton_ocr import LightOnOcrProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
@@ -66,6 +67,9 @@ def test_tiles_are_written_as_by_transformers(kind: str, theirs: Any, rows: int,
         "qwen3_5",
         "qwen3_5_moe",
         "lfm3_vl",
+        "glm_ocr",
+        "exaone4_5",
+        "paddleocr_vl",
         "glm4v",
         "glm4v_moe",
         "glm46v",
@@ -87,6 +91,14 @@ def test_features_of_a_tower_are_counted_as_by_transformers(config: Any, extra: 
     )
     theirs: Any = LlavaProcessor.replace_image_token
     assert written("llava", config | {"vision_feature_select_strategy": strategy}, made) == theirs(own, made, 0)
+
+
+@pytest.mark.parametrize("size", [(64, 96), (80, 112)])
+def test_the_tokens_of_a_page_are_counted_as_by_transformers(size: tuple[int, int]) -> None:
+    made = {"image_sizes": [size]}  # those of the second are no multiples of a token's
+    own = SimpleNamespace(image_token="*", effective_patch_size=32)
+    theirs: Any = LightOnOcrProcessor.replace_image_token
+    assert written("lighton_ocr", PIXTRAL | {"spatial_merge_size": 2}, made) == theirs(own, made, 0)
 
 
 @pytest.mark.parametrize(

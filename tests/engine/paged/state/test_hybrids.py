@@ -22,7 +22,7 @@ from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
 from penstock.engine.model_files import STATES, ModelFiles
 from penstock.engine.paged.backend import PagedBackend
 from penstock.engine.paged.quality import Reader, compare
-from penstock.engine.paged.state import mamba
+from penstock.engine.paged.state import kimi_delta, mamba
 from penstock.engine.paged.state.delta_rule import Tokens, in_chunks, one_each
 from penstock.engine.sizing import footprint, sized
 from penstock.engine.vision.sight import load_sight
@@ -39,6 +39,13 @@ SHAPES = [
     "lfm2_moe",
     "lfm3",
     "nemotron_h",
+    "bailing_hybrid",
+    "falcon_mamba",
+    "jamba",
+    "kimi_linear",
+    "mamba",
+    "mamba2",
+    "olmo_hybrid",
 ]
 COUNT = 20
 GREEDY = GenerationParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
@@ -154,6 +161,38 @@ def test_mamba_s_scan_is_that_of_transformers(length: int, num_groups: int) -> N
     singles = torch.cat([mamba.one_each(tokens.part(index, index + 1), states) for index in range(length)])
     torch.testing.assert_close(singles, wanted, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(states[0], after, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("length", [1, 5, 16, 17, 70])
+def test_the_delta_rule_of_kimi_is_that_of_transformers(length: int) -> None:
+    """In chunks after some state, whole or cut in two, and token by token; some numbers are forgotten at once."""
+    from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
+
+    generator = torch.Generator().manual_seed(length)
+    query, key = (torch.randn(length, 4, 16, generator=generator) for _ in range(2))
+    value = torch.randn(length, 4, 16, generator=generator)
+    decay = -torch.rand(length, 4, 16, generator=generator) * torch.tensor([0.1, 40.0]).repeat(8)
+    rate = torch.rand(length, 4, generator=generator)
+    before = torch.randn(4, 16, 16, generator=generator)
+    reference: Any = recurrent_kimi_delta_attention
+    arguments = [each[None] for each in (query, key, value, decay, rate)]
+    wanted, after = reference(
+        *arguments, initial_state=before[None], output_final_state=True, use_qk_l2norm_in_kernel=True
+    )
+    query, key = (torch.nn.functional.normalize(each, dim=-1) for each in (query, key))
+    tokens = Tokens(query * 16**-0.5, key, value, decay, rate)
+    found, state = kimi_delta.in_chunks(tokens, before)
+    torch.testing.assert_close(found, wanted[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(state, after[0], atol=1e-4, rtol=1e-4)
+    if length > 1:
+        half = length // 2
+        _, middle = kimi_delta.in_chunks(tokens.part(0, half), before)
+        rest, _ = kimi_delta.in_chunks(tokens.part(half, length), middle)
+        torch.testing.assert_close(rest, wanted[0][half:], atol=1e-4, rtol=1e-4)
+    states = before.clone()[None]
+    singles = torch.cat([kimi_delta.one_each(tokens.part(index, index + 1), states) for index in range(length)])
+    torch.testing.assert_close(singles, wanted[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(states[0], after[0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -280,7 +319,13 @@ def test_texts_are_read_like_answers(model_directory: Directory) -> None:
     assert found.divergence == pytest.approx(0, abs=1e-6) and found.same_best == 1
 
 
-@pytest.mark.parametrize("shape", ["qwen3_next", "falcon_h1", "lfm2", "lfm2_moe", "lfm3", "nemotron_h"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *("qwen3_next", "falcon_h1", "lfm2", "lfm2_moe", "lfm3", "nemotron_h", "jamba", "kimi_linear", "mamba"),
+        *("bailing_hybrid", "falcon_mamba", "mamba2", "olmo_hybrid"),
+    ],
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_other_weights_run(shape: str, model_directory: Directory, dtype: str, quantization: str | None) -> None:
@@ -292,7 +337,7 @@ def test_other_weights_run(shape: str, model_directory: Directory, dtype: str, q
 
 @pytest.mark.parametrize(
     ("shape", "what"),
-    [("mamba2", "Mamba2Mixer"), ("minimax", "MiniMaxLightningAttention"), ("olmo_hybrid", "OlmoHybridGatedDeltaNet")],
+    [("recurrent_gemma", "linear_attention"), ("minimax", "MiniMaxLightningAttention")],
 )
 def test_states_of_another_kind_are_refused_by_name(
     shape: str, what: str, model_directory: Directory, tmp_path: Path
@@ -302,8 +347,8 @@ def test_states_of_another_kind_are_refused_by_name(
     library: Any = transformers
     sizes: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 16}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
-    if shape == "mamba2":
-        sizes |= {"num_heads": 8, "head_dim": 16, "n_groups": 1, "max_position_embeddings": 512}
+    if shape == "recurrent_gemma":
+        sizes |= {"lru_width": 64, "max_position_embeddings": 512, "num_hidden_layers": 3}
     else:
         sizes |= {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2}
         sizes |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": 0}
@@ -370,3 +415,21 @@ def test_nobody_is_advised_to_make_replaced_layers_faster(model_directory: Direc
     command = [sys.executable, "-c", code, str(model_directory("qwen3_5_text"))]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "falling back" not in done.stderr
+
+
+def test_a_model_that_does_not_give_its_context_is_served_with_one(
+    model_directory: Directory, reference_of: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """As published ones of Mamba."""
+    for file in model_directory("mamba").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((tmp_path / "config.json").read_text())
+    del settings["max_position_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelLoadError, match="does not give the context length; set max_sequence_length"):
+        load_backend(config(tmp_path))
+    with loaded(tmp_path, max_sequence_length=128) as backend:
+        choice = add(backend, PROMPT)
+        finish(backend)
+        assert backend.info.context_length == 128
+        assert tuple(choice.tokens) == expected(reference_of, "mamba", PROMPT)
