@@ -76,6 +76,13 @@ class DirectClient(Client):
         self._left = self._current_server
         await self._process_op_err(Error("nats: left"))
 
+    async def close(self) -> None:
+        """Close; what a lost connection has not taken is dropped: asyncio of Python 3.12 and 3.13 fails to write it."""
+        writer: asyncio.StreamWriter | None = getattr(self._transport, "_io_writer", None)
+        if writer is None or writer.is_closing():
+            self._pending, self._pending_data_size = [], 0
+        await super().close()
+
     async def _select_next_server(self) -> None:
         left, self._left = self._left, None
         self._server_pool.sort(key=lambda server: server is left)  # which is stable
