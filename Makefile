@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 # Python compiles what is imported, which is a small part of what is installed; setuptools, which builds, is installed.
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile --no-build-isolation
 MODEL ?=
+# The index of torch's CPU build; without it pip takes the torch that it finds, on PyPI for Linux the one for CUDA.
+TORCH_INDEX ?=
 # Without bytecode each process compiles whatever it imports, at every start.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -34,7 +36,7 @@ wheel: $(VENV)/run.done
 # torch goes first and by its exact version: a looser requirement can bring gigabytes of CUDA.
 $(VENV)/venv.done: deploy/constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) "setuptools>=77" wheel "$$(grep '^torch==' deploy/constraints.txt)"
+	$(INSTALL) $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)") "setuptools>=77" wheel "$$(grep '^torch==' deploy/constraints.txt)"
 	@touch $@
 
 $(VENV)/run.done: $(VENV)/venv.done pyproject.toml
