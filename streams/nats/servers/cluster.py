@@ -111,7 +111,7 @@ class LocalCluster:
 
     async def restart(self, index: int) -> None:
         """Restart a dead node; returns when it accepts connections, perhaps before it is up to date."""
-        await self.nodes[index].restart()
+        await self.nodes[index].restart(may_be_empty=True)
 
     async def ready(self) -> None:
         """Return when every running node is up to date and the cluster has a leader.

@@ -135,13 +135,14 @@ class EmbeddedServer:
         """Wait for the process to end; returns its exit status, negative for a signal."""
         return await self._process.wait()
 
-    async def restart(self) -> None:
+    async def restart(self, *, may_be_empty: bool = False) -> None:
         """Start the server again on the same port, after it has died.
 
-        Raises `StartupError`, also if somebody has deleted its store: an empty one in its place would lack the streams.
+        Raises `StartupError`, also if somebody has deleted its store: an empty one in its place would lack the streams,
+        unless it `may_be_empty`, since other servers of its cluster fill it.
         """
         await self._end()
-        if self._jetstream != "off" and not self._store.exists():
+        if not (may_be_empty or self._jetstream == "off" or self._store.exists()):
             raise StartupError(
                 f"its store {self._store} was deleted, or its disk is gone: put it back, and everything goes on; or "
                 "start Penstock again, to begin with an empty one"
