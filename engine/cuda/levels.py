@@ -239,7 +239,7 @@ def _moved(rounded: Rounded, device: torch.device) -> Rounded:
 
 def unsupported(device: torch.device) -> str:
     """Why a GPU has no products of levels; empty if it has them."""
-    if device.type != "cuda" or torch.version.cuda is None:  # AMD's GPUs are "cuda", too
+    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():  # AMD's are "cuda", too
         return f"{device} has no products of levels; use an NVIDIA GPU or a CPU"
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST:
