@@ -116,9 +116,8 @@ class RequestMetrics:
         worker.request_generation.observe(total)
         worker.request_longest.observe(longest)
         if self._is_begun and not self._is_continued:
-            decoding = max(newest for _, newest in self._times.values()) - min(
-                first for first, _ in self._times.values()
-            )
+            firsts, newest = zip(*self._times.values(), strict=True)
+            decoding = max(newest) - min(firsts)
             worker.decode_time.observe(decoding)
             if longest > 1:
                 worker.time_per_token.observe(decoding / (longest - 1))
