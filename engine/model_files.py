@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, Self
 from ..schemas.sources import is_gguf
 from .checkpoints.gguf.file import read_gguf
 from .checkpoints.quantized import PRECISE
+from .checkpoints.states import kinds_of_layers, remembered
 from .checkpoints.widths import TABLES, WIDTHS, byte_widths, gguf_widths, packed_widths, tables_in_rows
 from .config import EngineConfig
 from .cpu.machine import KERNEL_FLAGS, computes_bfloat16, cpu_flags
 from .discovery import files_for, find_backend
-from .model_states import kinds_of_layers, remembered
 from .models import packed_files, read_config, read_model_info, read_quantized, read_shapes
 from .vision.families import family_of, is_of_tower, is_unused
 

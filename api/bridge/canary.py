@@ -68,10 +68,10 @@ class Canary:
         has_failed = self.fault is not None or failed > proven
         cards = {card.model.name: card.model for card in self._registry.workers}
         able = [card for _, card in sorted(cards.items()) if has_failed or not card.catalogued]
-        idle = [] if able else [card for _, card in sorted(self._registry.models.items()) if card.catalogued]
+        asked = able or [card for _, card in sorted(self._registry.models.items()) if card.catalogued]
         self._checked = now
-        if able or idle:
-            card = (able or idle)[self._asked % len(able or idle)]
+        if asked:
+            card = asked[self._asked % len(asked)]
             self._asked += 1
             self._judge(await self._fault(card, is_run=bool(able)))
 

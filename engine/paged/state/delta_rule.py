@@ -54,22 +54,50 @@ def in_chunks(tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
     query, key, value = (chunked(tensor, _CHUNK) for tensor in tokens[:3])  # [N, H, C, D]
     decay, rate = (chunked(tensor[..., None], _CHUNK) for tensor in tokens[3:])  # [N, H, C, 1]
     since = decay.cumsum(dim=2)  # the log of the decay since the chunk's beginning, the token's own included
-    between = decays_between(since)
+    between = decays_between(since).squeeze(-1)
     faded, left = since.exp(), (since[:, :, -1:] - since).exp()
-    # What each token writes depends on what earlier ones wrote: a triangular system, solved for the changes of all.
     rated = key * rate
-    system = (rated @ key.transpose(2, 3)) * between
-    sides = torch.cat((value * rate, rated * faded), dim=-1)
-    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
-    alone, of_state = solved.split((value.shape[-1], key.shape[-1]), dim=-1)
-    scores = (query @ key.transpose(2, 3)) * between
-    query, key, ends = query * faded, (key * left).transpose(2, 3), faded[:, :, -1:]
-    found = []
-    for at in range(len(query)):
-        changes = torch.baddbmm(alone[at], of_state[at], state, alpha=-1)
-        found.append(torch.baddbmm(torch.bmm(scores[at], changes), query[at], state))
-        state = torch.baddbmm(state * ends[at], key[at], changes)
-    return torch.stack(found).transpose(1, 2).flatten(0, 1)[:num_tokens], state
+    chunks = Chunks(
+        system=(rated @ key.transpose(2, 3)) * between,
+        scores=(query @ key.transpose(2, 3)) * between,
+        query=query * faded,
+        key=(key * left).transpose(2, 3),
+        value=value * rate,
+        known=rated * faded,
+        ends=faded[:, :, -1:],
+    )
+    found, state = chunks.after(state)
+    return found[:num_tokens], state
+
+
+class Chunks(NamedTuple):
+    """What the tokens of N chunks do, as far as it depends on them alone.
+
+    `system` and `scores` [N, H, C, C]: how much of a token's change later ones take back, and how much of it they read.
+    `query` [N, H, C, D] and `known` [N, H, C, D] read the state before their chunk, `key` [N, H, D, C] writes into that
+    behind it, of which `ends` [N, H, 1 or D, 1] are left, and `value` [N, H, C, V] is what would be written alone.
+    """
+
+    system: Tensor
+    scores: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    known: Tensor
+    ends: Tensor
+
+    def after(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Behind `state` [H, D, V]: returns what all tokens read, [N · C, H, V], and the new state."""
+        # What each token writes depends on what earlier ones wrote: a triangular system, solved for the changes of all.
+        sides = torch.cat((self.value, self.known), dim=-1)
+        solved = torch.linalg.solve_triangular(self.system, sides, upper=False, unitriangular=True)
+        alone, of_state = solved.split((self.value.shape[-1], self.known.shape[-1]), dim=-1)
+        found = []
+        for at in range(len(solved)):
+            changes = torch.baddbmm(alone[at], of_state[at], state, alpha=-1)
+            found.append(torch.baddbmm(torch.bmm(self.scores[at], changes), self.query[at], state))
+            state = torch.baddbmm(state * self.ends[at], self.key[at], changes)
+        return torch.stack(found).transpose(1, 2).flatten(0, 1), state
 
 
 def chunked(x: Tensor, size: int) -> Tensor:
@@ -80,7 +108,7 @@ def chunked(x: Tensor, size: int) -> Tensor:
 
 
 def decays_between(since: Tensor) -> Tensor:
-    """The decay from each token of a chunk to each later one, from column to row, [N, H, C, 1] → [N, H, C, C]."""
+    """The decay from each token of a chunk to each later one, from column to row, [N, H, C, D] → [N, H, C, C, D]."""
     count = since.shape[2]
-    later = torch.ones(count, count, dtype=torch.bool, device=since.device).triu(1)
-    return (since - since.transpose(2, 3)).masked_fill(later, -torch.inf).exp()
+    later = torch.ones(count, count, dtype=torch.bool, device=since.device).triu(1)[..., None]
+    return (since[:, :, :, None] - since[:, :, None]).masked_fill(later, -torch.inf).exp()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from .delta_net import unit
-from .delta_rule import Tokens, chunked
+from .delta_rule import Chunks, Tokens, chunked, decays_between
 from .layer import RecurrentLayer, Rule
 from .step import StateStep
 
@@ -85,24 +85,16 @@ def in_chunks(tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
     rate = chunked(tokens.rate[..., None], _CHUNK)  # [N, H, C, 1]
     since = decay.cumsum(dim=2)
     faded, left = since.exp(), (since[:, :, -1:] - since).exp()
-    earlier = _times_earlier(key, since)  # [N, H, C, C, D]
-    system = torch.einsum("nhcd,nhced->nhce", key * rate, earlier)
-    scores = torch.einsum("nhcd,nhced->nhce", query, earlier)
-    sides = torch.cat((value * rate, key * rate * faded), dim=-1)
-    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
-    alone, of_state = solved.split((value.shape[-1], key.shape[-1]), dim=-1)
-    query, key, ends = query * faded, (key * left).transpose(2, 3), faded[:, :, -1, :, None]
-    found = []
-    for at in range(len(query)):
-        changes = torch.baddbmm(alone[at], of_state[at], state, alpha=-1)
-        found.append(torch.baddbmm(torch.bmm(scores[at], changes), query[at], state))
-        state = torch.baddbmm(state * ends[at], key[at], changes)
-    return torch.stack(found).transpose(1, 2).flatten(0, 1)[:num_tokens], state
-
-
-def _times_earlier(key: Tensor, since: Tensor) -> Tensor:
-    """The keys of a chunk's tokens as they have faded until each later one, zero for earlier ones: [N, H, C, C, D]."""
-    count = since.shape[2]
-    later = torch.ones(count, count, dtype=torch.bool, device=since.device).triu(1)[..., None]
-    between = (since[:, :, :, None] - since[:, :, None]).masked_fill(later, -torch.inf).exp()
-    return between * key[:, :, None]
+    earlier = decays_between(since) * key[:, :, None]  # keys as they have faded until each later token
+    rated = key * rate
+    chunks = Chunks(
+        system=torch.einsum("nhcd,nhced->nhce", rated, earlier),
+        scores=torch.einsum("nhcd,nhced->nhce", query, earlier),
+        query=query * faded,
+        key=(key * left).transpose(2, 3),
+        value=value * rate,
+        known=rated * faded,
+        ends=faded[:, :, -1, :, None],
+    )
+    found, state = chunks.after(state)
+    return found[:num_tokens], state

@@ -144,7 +144,7 @@ def in_chunks(tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
     for at in range(len(written)):
         before.append(state)
         state = torch.addcmul(written[at], state, ends[at])
-    read = (query * since.exp()) @ torch.stack(before) + (scores * decays_between(since)) @ value
+    read = (query * since.exp()) @ torch.stack(before) + (scores * decays_between(since).squeeze(-1)) @ value
     return read.transpose(1, 2).flatten(0, 1)[:num_tokens], state
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from gguf_cases import PROMPTS, AutoModelForCausalLM
+from greedy import greedy_answers
 from huggingface_hub.utils._paths import filter_repo_objects
 from pydantic import ByteSize
 from safetensors.torch import load_file, save_file
@@ -91,12 +92,7 @@ def test_blocks_are_expanded_bit_for_bit_as_by_transformers(dtype: torch.dtype, 
 def test_a_published_checkpoint_says_what_transformers_says(backend: str, models: tuple[Path, Path]) -> None:
     packed, plain = models
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
-    model.generation_config.eos_token_id = None
-    expected = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=LENGTH, do_sample=False)
-        expected.append(tuple(answer[0, len(prompt) :].tolist()))
+    expected = greedy_answers(model, PROMPTS, LENGTH)
     params = GenerationParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
     config = EngineConfig(
         model=str(packed), backend=backend, dtype="float32", device="cpu", kv_cache_memory=ByteSize(16 << 20)

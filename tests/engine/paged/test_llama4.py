@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from greedy import greedy_answers
 from pydantic import ByteSize
-from threads import torch_threads
 
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
 from penstock.engine.paged.backend import PagedBackend
@@ -31,16 +31,6 @@ def config(directory: Path, **values: Any) -> EngineConfig:
     return EngineConfig(model=str(directory), backend="paged", **fields | values)
 
 
-def expected(model: Any) -> list[tuple[int, ...]]:
-    model.generation_config.eos_token_id = None
-    found = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=COUNT, do_sample=False)
-        found.append(tuple(output[0, len(prompt) :].tolist()))
-    return found
-
-
 @pytest.fixture
 def in_chunks(model_directory: Directory, tmp_path: Path) -> Path:
     """One that attends within chunks of 70 tokens, and scales queries from the 64th token on."""
@@ -55,12 +45,13 @@ def test_a_context_ends_where_tokens_would_be_attended_to_otherwise(in_chunks: P
     from transformers import AutoModelForCausalLM
 
     library: Any = AutoModelForCausalLM
-    wanted = expected(library.from_pretrained(in_chunks, dtype=torch.float32, attn_implementation="eager"))
-    with torch_threads(1), InferenceEngine(config(in_chunks)) as engine:
+    model = library.from_pretrained(in_chunks, dtype=torch.float32, attn_implementation="eager")
+    wanted = greedy_answers(model, PROMPTS, COUNT)
+    with InferenceEngine(config(in_chunks)) as engine:
         assert engine.model_info().context_length == 63
         together = engine.generate(PROMPTS, TOLD)  # 70 rows in a step, of which none is scaled
         assert [output.token_ids for output in together] == wanted
-    with torch_threads(1), InferenceEngine(config(in_chunks)) as engine:
+    with InferenceEngine(config(in_chunks)) as engine:
         alone = [engine.generate(prompt, TOLD) for prompt in PROMPTS]
     for one, other in zip(together, alone, strict=True):
         assert one.logprobs is not None and other.logprobs is not None
@@ -97,7 +88,7 @@ def test_a_checkpoint_that_also_sees_is_served_for_text(model_directory: Directo
     model.save_pretrained(tmp_path)
     for file in model_directory("llama").glob("token*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    wanted = expected(model)
-    with torch_threads(1), InferenceEngine(config(tmp_path)) as engine:
+    wanted = greedy_answers(model, PROMPTS, COUNT)
+    with InferenceEngine(config(tmp_path)) as engine:
         assert not engine.model_info().sees
         assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == wanted

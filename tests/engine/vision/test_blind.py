@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from greedy import greedy_answers
 from pydantic import ByteSize
-from threads import torch_threads
 from vision_models import picture
 
 from penstock.engine import EngineConfig, GenerationParams, ImageText, InferenceEngine
@@ -99,12 +99,7 @@ def expected(directory: Path) -> list[tuple[int, ...]]:
 
     library: Any = AutoModelForImageTextToText
     model = library.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
-    model.generation_config.eos_token_id = None
-    found = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=COUNT, do_sample=False)
-        found.append(tuple(output[0, len(prompt) :].tolist()))
+    found = greedy_answers(model, PROMPTS, COUNT)
     assert len({*found[-1]}) > COUNT // 2
     return found
 
@@ -113,7 +108,7 @@ def expected(directory: Path) -> list[tuple[int, ...]]:
 def test_text_is_answered_as_by_transformers(family: str, seeing: Directory) -> None:
     directory = seeing(family)
     wanted = expected(directory)
-    with torch_threads(1), InferenceEngine(config(directory, prefill_chunk_size=7)) as engine:
+    with InferenceEngine(config(directory, prefill_chunk_size=7)) as engine:
         assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == wanted
         again = engine.generate(PROMPTS, GREEDY)
         assert [output.token_ids for output in again] == wanted
@@ -126,14 +121,14 @@ def test_a_model_of_known_structure_is_compiled_and_known_at_its_next_start(
     directory = seeing("granite_docling")
     wanted = expected(directory)
     for _ in range(2):
-        with torch_threads(1), InferenceEngine(config(directory)) as engine:
+        with InferenceEngine(config(directory)) as engine:
             assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == wanted
         assert [*verdict_cache.rglob("*.json")]
 
 
 def test_images_are_refused_with_the_reason(seeing: Directory) -> None:
     directory = seeing("llava_next")
-    with torch_threads(1), InferenceEngine(config(directory)) as engine:
+    with InferenceEngine(config(directory)) as engine:
         assert not engine.model_info().sees
         with pytest.raises(InvalidRequest, match="takes text alone"):
             engine.generate(ImageText("What is this?", (picture(),)), GREEDY)
