@@ -1,5 +1,5 @@
-"""How near `penstock simulate` comes to a real run: it measures a model's costs, serves it, and sends the same requests
-at an even rate to the server and through the simulator.
+"""How near `penstock simulate` comes to a real run: it measures a model's costs, alone and as it is served, and sends
+the same requests at an even rate to the server and through the simulator.
 
     python deploy/fidelity.py MODEL [--rate 1,2] [--requests 60] [--prompt 128] [--answer 32]
 
@@ -26,6 +26,7 @@ from penstock.api.bench.report import milliseconds
 from penstock.api.bench.server import served_models
 
 ROWS, PROMPTS, CONTEXTS = "1,4,16", "32,128,256", (64, 256)
+SERVED = ("--concurrency", "1,4,16", "--input-tokens", "64", "--output-tokens", "64")
 CACHE = "1GiB"
 
 
@@ -42,6 +43,12 @@ def measure_costs(model: str, folder: Path) -> list[str]:
         load = ("--batch", ROWS, "--prompt", PROMPTS, "--context", str(context), "--rounds", "2")
         penstock("bench", "engine", model, *load, "--kv-cache-memory", CACHE, "--json", str(folder / name))
     return names
+
+
+def measure_served(url: str, folder: Path) -> str:
+    """The name of the file in `folder` that has what the server takes."""
+    penstock("bench", "serve", url, *SERVED, "--json", str(folder / "served.json"))
+    return "served.json"
 
 
 async def real(url: str, rate: float, requests: int, prompt: int, answer: int) -> dict[str, float]:
@@ -95,6 +102,7 @@ async def compare(model: str, rates: list[float], requests: int, prompt: int, an
         costs = measure_costs(model, folder)
         arguments = ("--max-batch-size", "16", "--kv-cache-memory", CACHE, "--speculation", "off")
         async with serving(Path(model), *arguments) as url:
+            costs.append(await asyncio.to_thread(measure_served, url, folder))
             for rate in rates:
                 found = await real(url, rate, requests, prompt, answer)
                 expected = simulated(folder, costs, rate, requests, prompt, answer)

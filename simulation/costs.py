@@ -4,16 +4,19 @@ A step that only decodes takes what was measured for as many rows, between two m
 tokens of prompts takes so long for each of its tokens and each pair of one with an earlier one, and at least as long as
 its decoding rows alone. To both comes the reading of the keys and values that decoding rows see beyond those of the
 measurement.
+
+An engine is measured alone. What a server was measured to take longer on the same machine, where stages, broker and
+front need the cores, too, comes to each request before its first step, and in proportion to each step that decodes.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Annotated, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -31,11 +34,21 @@ class _Decoded(NamedTuple):
     seconds: float
 
 
+class _Served(NamedTuple):
+    """What a server with one worker was measured to take, by clients that ask at once and wait for their answers."""
+
+    rows: int  # so many clients
+    prompt: int  # tokens
+    answer: int
+    first: float  # seconds to the first token
+    each: float  # seconds of a token after the first
+
+
 class StepCosts(BaseModel):
     """`decode_ms` is the time of a decoding step by its number of rows, each of which sees `context` tokens.
 
     `context_us` is that of each token more that a row sees. A prompt's tokens take `prefill_us` each, and
-    `prefill_context_us` for each token that they see.
+    `prefill_context_us` for each token that they see. A request is `request_ms` on its way to the engine and back.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
@@ -45,6 +58,7 @@ class StepCosts(BaseModel):
     decode_ms: Annotated[dict[str, Milliseconds], Field(min_length=1)]
     context: Annotated[int, Field(ge=0)] = 0
     context_us: Annotated[float, Field(ge=0)] = 0.0
+    request_ms: Annotated[float, Field(ge=0)] = 0.0
 
     @field_validator("decode_ms")
     @classmethod
@@ -57,20 +71,26 @@ class StepCosts(BaseModel):
     def read(cls, *files: Path) -> Self:
         """From the JSON of `penstock bench engine`; several runs with different --context say what a context costs.
 
-        Raises `ConfigurationError`, with a line for each file that cannot be used.
+        That of `penstock bench serve` beside it says what the rest of the deployment adds. Raises
+        `ConfigurationError`, with a line for each file that cannot be used.
         """
-        documents, faults = [], []
+        documents, served, faults = [], list[_Served](), []
         for file in files:
             try:
                 document = orjson.loads(file.read_bytes())
-                if document.get("benchmark") != "engine":
-                    raise ValueError("its benchmark is another one")
-                documents.append((document["options"]["context"], document["medians"]))
+                match document["benchmark"]:
+                    case "engine":
+                        documents.append((document["options"]["context"], document["medians"]))
+                    case "serve":
+                        served += _levels(document["levels"])
+                    case other:
+                        raise ValueError(f"its benchmark is {other!r}")
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                faults.append(f"{file}: not the JSON of `penstock bench engine` ({type(error).__name__}: {error})")
+                what = "not the JSON of `penstock bench engine` or `penstock bench serve`"
+                faults.append(f"{file}: {what} ({type(error).__name__}: {error})")
         if faults:
             raise ConfigurationError(faults)
-        return cls.fit(documents)
+        return cls.fit(documents).as_served(served)
 
     @classmethod
     def fit(cls, measured: Sequence[tuple[int, Mapping[str, Mapping[str, float]]]]) -> Self:
@@ -101,6 +121,47 @@ class StepCosts(BaseModel):
             context=round(nearest),
             context_us=1e6 * slope,
         )
+
+    def as_served(self, measured: Sequence[_Served]) -> Self:
+        """With what a server was measured to take beyond these costs.
+
+        Clients that ask at once for answers of one length go on together: they wait for all their prompts, and then
+        each step decodes a row of each. Between two numbers of clients, what is added is in proportion.
+        """
+        clock, ways, factors = StepClock(self), list[float](), dict[int, list[float]]()
+        for one in sorted(measured):
+            prompt = clock.seconds(one.prompt, one.prompt**2 / 2, 0, 0)
+            if one.rows == 1:
+                ways.append(max(0.0, one.first - prompt))
+            behind = (one.rows - 1) / 2 * prompt / (one.answer - 1)  # the others' prompts, of the median client
+            step = clock.seconds(0, 0, one.rows, round(one.rows * (one.prompt + one.answer / 2)))
+            factors.setdefault(one.rows, []).append(max(1.0, (one.each - behind) / step))
+        if not factors:
+            return self
+        known = {rows: median(each) for rows, each in factors.items()}
+        decode = {rows: ms * _between(known, int(rows)) for rows, ms in self.decode_ms.items()}
+        way = 1000 * median(ways) if ways else self.request_ms
+        return self.model_copy(update={"decode_ms": decode, "request_ms": way})
+
+
+def _levels(levels: Sequence[Mapping[str, Any]]) -> Iterator[_Served]:
+    """Of `penstock bench serve`; a level whose answers came in one piece says nothing."""
+    for level in levels:
+        done, times = level["completed"], (level["ttft_ms"]["p50"], level["tpot_ms"]["p50"])
+        if not done or None in times:
+            continue
+        prompt, answer = (round(level[kind] / done) for kind in ("input_tokens", "output_tokens"))
+        if answer > 1:
+            yield _Served(level["concurrency"], prompt, answer, *(ms / 1000 for ms in times))
+
+
+def _between(known: Mapping[int, float], at: int) -> float:
+    """In proportion between two known values, and the nearest one outside of them; `known` is in order."""
+    at = min(max(at, next(iter(known))), next(reversed(known)))
+    for (left, low), (right, high) in pairwise(known.items()):
+        if left <= at <= right:
+            return low + (high - low) * (at - left) / (right - left)
+    return known[at]
 
 
 def _of_prompts(measured: Sequence[tuple[int, float]]) -> tuple[float, float]:

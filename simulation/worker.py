@@ -12,6 +12,7 @@ from ..stages import Pipe, Runner
 from ..stages.infer.request_metrics import WorkerMetrics
 from ..stages.infer.stage import Infer
 from ..streams.memory.broker import MemoryBroker
+from ..streams.port import Delivery
 from ..streams.stores.registry import Registry
 from .costs import StepClock, StepCosts
 from .engine import LoopDriver, SimulatedBackend, simulated_engine
@@ -33,6 +34,13 @@ class Shape(NamedTuple):
 
 
 class SimulatedInfer(Infer):
+    way = 0.0  # seconds that a request is on its way, besides its time in the engine
+
+    async def handle(self, delivery: Delivery) -> None:
+        if self.way:
+            await asyncio.sleep(self.way)
+        await super().handle(delivery)
+
     async def _expose(self) -> None:
         """To nobody: the simulation counts for itself."""
 
@@ -66,7 +74,7 @@ class SimulatedWorker:
         )
         # One set of metrics for all: a thousand workers' would take more memory than the rest.
         infer = SimulatedInfer(pipe, self._engine, card, WorkerMetrics(shape.model.name, HOST, loop.time))
-        infer.cores = CORES
+        infer.cores, infer.way = CORES, shape.costs.request_ms / 1000
         self._runner = Runner(infer, pipe)
         self._task = asyncio.create_task(self._runner.run())
 

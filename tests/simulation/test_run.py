@@ -212,6 +212,16 @@ def test_the_example_runs_and_is_the_same_in_every_process(name: str, tmp_path: 
     assert {file.suffix for file in (tmp_path / "plots").iterdir()} == {".svg", ".html"}
 
 
+def test_a_request_is_on_its_way_without_keeping_its_worker_busy() -> None:
+    """The first token comes later by that time, and as many tokens are computed in the same time."""
+    one = {"jobs": 40, "tenants": [ADA | {"arrivals": "even"}]}
+    near, far = (
+        document(run(**one, workers=[WORKERS | {"costs": COSTS | {"request_ms": way}}])) for way in (0.0, 250.0)
+    )
+    assert far["sources"][0]["ttft"]["p50"] - near["sources"][0]["ttft"]["p50"] == pytest.approx(0.25, abs=0.05)
+    assert far["utilisation"] * far["seconds"] == pytest.approx(near["utilisation"] * near["seconds"], rel=0.2)
+
+
 def test_plots_show_every_tenant(tmp_path: Path) -> None:
     found = run(tenants=[ADA, ADA | {"name": "bob"}], events=[{"at": 1.0, "kill": 1, "back_after": 1.0}])
     page = write_plots(found, tmp_path)[-1].read_text("utf-8")

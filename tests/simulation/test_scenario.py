@@ -114,6 +114,40 @@ def test_a_measurement_says_what_steps_take(tmp_path: Path) -> None:
     assert clock.seconds(0, 0, 64, 0) > clock.seconds(0, 0, 8, 0)
 
 
+def test_a_measured_server_says_what_the_rest_of_a_deployment_adds(tmp_path: Path) -> None:
+    """A request's way, and so much more for each token; between two numbers of clients, in proportion."""
+    engine = {
+        "benchmark": "engine",
+        "options": {"context": 64},
+        "medians": {"prefill 100": {"tokens_per_second": 2000.0}}
+        | {f"decode {rows}": {"tokens_per_second": rows / 0.01, "passes": 32} for rows in (1, 2, 3, 16)},
+    }
+    levels = [
+        (1, 0.05 + 0.012, 0.01 * 1.2),  # a prompt takes 50 ms
+        (3, 0.3, 0.01 * 1.4 + 0.05 / 20),  # the median client waits for one prompt more
+    ]
+    served = [
+        {
+            "concurrency": clients,
+            "completed": 10,
+            "input_tokens": 1000,
+            "output_tokens": 210,
+            "ttft_ms": {"p50": 1000 * first},
+            "tpot_ms": {"p50": 1000 * each},
+        }
+        for clients, first, each in levels
+    ]
+    one_piece = served[0] | {"concurrency": 8, "tpot_ms": {"p50": None}}
+    (tmp_path / "engine.json").write_bytes(orjson.dumps(engine))
+    (tmp_path / "served.json").write_bytes(orjson.dumps({"benchmark": "serve", "levels": [*served, one_piece]}))
+    scenario = SMALL | {"workers": [{"count": 1, "costs_from": ["engine.json", "served.json"]}]}
+    (costs,) = parse_scenario(scenario, tmp_path).costs
+    assert costs.request_ms == pytest.approx(12.0)
+    assert costs.decode_ms == pytest.approx({"1": 12.0, "2": 13.0, "3": 14.0, "16": 14.0})
+    with pytest.raises(ConfigurationError, match="a measurement needs prompts"):
+        parse_scenario(SMALL | {"workers": [{"count": 1, "costs_from": ["served.json"]}]}, tmp_path)
+
+
 def test_without_measurements_the_costs_are_those_of_the_bundled_model() -> None:
     assert parse_scenario(SMALL).costs == (BUNDLED_COSTS,)
 
