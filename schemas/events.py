@@ -94,7 +94,7 @@ class Started:
     type: Literal["started"] = "started"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would take twice as long, for every token
 class Delta:
     """Tokens that the engine made for one choice of one request since the last delta.
 
@@ -164,7 +164,7 @@ class ToolCallDelta:
     name: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # as Delta
 class Token:
     """Tokens for the client, made from one `Delta`. `text` is the answer, `reasoning` a thought; an event may have
     text, reasoning and `tool_calls` together, or none of them."""

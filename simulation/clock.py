@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from contextvars import Context, copy_context
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any
@@ -18,6 +19,23 @@ EPOCH = 1_700_000_000.0  # Unix seconds at which every simulation begins
 
 class Stuck(RuntimeError):
     """Nothing is ready, and no timer is set: the simulated program would wait for ever."""
+
+
+class _Handle(asyncio.Handle):
+    """Asyncio's own asks its loop whether it debugs; a simulation makes 85 handles for each request."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, callback: Callable[..., object], args: tuple[Any, ...], loop: VirtualLoop, context: Context | None
+    ) -> None:
+        self._context = copy_context() if context is None else context
+        self._loop = loop
+        self._callback = callback
+        self._args = args
+        self._cancelled = False
+        self._repr = None
+        self._source_traceback = None
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -42,7 +60,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return EPOCH + self._now
 
     def call_soon(self, callback: Callable[..., object], *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = _Handle(callback, args, self, context)
         self._ready.append(handle)
         return handle
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..engine import EngineConfig
+from ..schemas.jobs import ValidatedJob
 from ..schemas.registry import ModelCard, WorkerCard, reserve_of
 from ..stages import Pipe, Runner
-from ..stages.infer.request_metrics import WorkerMetrics
+from ..stages.infer.request_metrics import RequestMetrics, Unmeasured, WorkerMetrics
 from ..stages.infer.stage import Infer
 from ..streams.memory.broker import MemoryBroker
 from ..streams.port import Delivery
@@ -33,6 +34,13 @@ class Shape(NamedTuple):
     speed: float
 
 
+class _TakeoversAlone(Unmeasured):
+    """The simulation counts all else for itself."""
+
+    def continued(self, token_ids: Sequence[Sequence[int]]) -> None:
+        self._worker.takeovers.inc()
+
+
 class SimulatedInfer(Infer):
     way = 0.0  # seconds that a request is on its way, besides its time in the engine
 
@@ -41,8 +49,11 @@ class SimulatedInfer(Infer):
             await asyncio.sleep(self.way)
         await super().handle(delivery)
 
+    def _measured(self, job: ValidatedJob) -> RequestMetrics:
+        return _TakeoversAlone(job, self._metrics, self.pipe.now)
+
     async def _expose(self) -> None:
-        """To nobody: the simulation counts for itself."""
+        """To nobody."""
 
 
 class SimulatedWorker:

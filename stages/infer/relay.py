@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
@@ -136,10 +135,11 @@ class OutputPublisher:
                 await handle.pause(early)
 
     def _addressed(self, delta: Delta) -> Delta:
-        """The delta under its job's id; what the deadline has cancelled says so."""
-        reason = delta.finish_reason
-        reason = "deadline" if self.expired and reason == "cancelled" else reason
-        return dataclasses.replace(delta, request=self.job.id, finish_reason=reason)
+        """The delta, now under its job's id; what the deadline has cancelled says so."""
+        delta.request = self.job.id
+        if self.expired and delta.finish_reason == "cancelled":
+            delta.finish_reason = "deadline"
+        return delta
 
     async def _publish(self, deltas: Sequence[Delta], handle: RequestHandle) -> None:
         """Publish deltas in one message, or in several where the broker takes only small ones."""

@@ -233,14 +233,16 @@ class Infer(Stage):
             with outage_logged("keep_alive cannot be announced"):
                 await self.pipe.registry.announce_worker(self._card)
 
+    def _measured(self, job: ValidatedJob) -> RequestMetrics:
+        return (Unmeasured if job.tenant == CANARY else RequestMetrics)(job, self._metrics, self.pipe.now)
+
     def _pace(self) -> float:
         return pace(len(self._publishers), self.pipe.settings.relay_interval, self.cores)
 
     async def _publish_outputs(
         self, job: ValidatedJob, newest: int, adapter: str | None, images: tuple[PromptImage, ...]
     ) -> None:
-        measured = (Unmeasured if job.tenant == CANARY else RequestMetrics)(job, self._metrics, self.pipe.now)
-        publisher = OutputPublisher(self.pipe, job, self._pace, measured, adapter, images)
+        publisher = OutputPublisher(self.pipe, job, self._pace, self._measured(job), adapter, images)
         publisher.fallback = self._engine.fallback_for(request_of(job, job.prompts[0], adapter, images))
         if (visit := CURRENT.get()) is not None and visit.span is not None:
             publisher.span = InferSpan(visit.span, job, self._card.id)
