@@ -14,6 +14,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from .schemas.version import __version__
+
 if TYPE_CHECKING:
     from .api.library.adapter import OpenAIAdapter
     from .api.library.session import ResponsesSession
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     from .api.tools.mcp_client import McpClient
     from .engine import EngineConfig, GenerationParams, InferenceEngine
     from .stages import Filter, JobStage
-
-__version__ = "0.1.0"
 
 __all__ = [
     "EngineConfig",

@@ -11,9 +11,9 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from . import __version__
 from .api.serve.ahead import await_environment, start_ahead
 from .api.terminal.lazy import CommandEntry, LazyGroup
+from .schemas.version import __version__
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

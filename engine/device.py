@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .. import __version__
 from ..schemas.errors import ConfigurationError
+from ..schemas.version import __version__
 from .cpu.machine import cpu_flags
 
 

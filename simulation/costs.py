@@ -157,11 +157,12 @@ def _levels(levels: Sequence[Mapping[str, Any]]) -> Iterator[_Served]:
 
 def _between(known: Mapping[int, float], at: int) -> float:
     """In proportion between two known values, and the nearest one outside of them; `known` is in order."""
-    at = min(max(at, next(iter(known))), next(reversed(known)))
+    (first, value), *_ = known.items()
+    inside = min(max(at, first), next(reversed(known)))
     for (left, low), (right, high) in pairwise(known.items()):
-        if left <= at <= right:
-            return low + (high - low) * (at - left) / (right - left)
-    return known[at]
+        if left <= inside <= right:
+            return low + (high - low) * (inside - left) / (right - left)
+    return value
 
 
 def _of_prompts(measured: Sequence[tuple[int, float]]) -> tuple[float, float]:

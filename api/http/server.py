@@ -13,9 +13,9 @@ import structlog
 import uvicorn
 from opentelemetry.trace import Tracer
 
-from ... import __version__
 from ...config.metrics import serve_metrics
 from ...config.settings import Settings
+from ...schemas.version import __version__
 from ...streams.family import FamilyMetrics
 from ...streams.port import Broker
 from ...streams.stores.registry import Registry

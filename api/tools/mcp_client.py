@@ -24,9 +24,9 @@ from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.session import IncomingMessage
 from mcp.client.streamable_http import streamable_http_client
 
-from ... import __version__
 from ...schemas.errors import ToolFailed
 from ...schemas.loops import ToolResult
+from ...schemas.version import __version__
 from .cutting import cut
 from .mcp_config import HttpServer, ServerConfig
 from .text import openai_tools, result_text

@@ -7,7 +7,7 @@ is faster here than torch's flash attention for CPUs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -204,17 +204,6 @@ def _unseen(ends: Ints, position: int, begin: int, window: int | None, device: t
 def _masks(rows: int, columns: int, dtype: torch.dtype, device: torch.device, above: int) -> Tensor:
     mask = torch.full((rows, columns), -torch.inf, dtype=dtype, device=device)
     return mask.triu_(1) if above else mask.tril_(columns - rows)
-
-
-def choose_attention(
-    block_size: int, specs: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device, on_triton: bool
-) -> Any:
-    """What attends, over pools of its own kind: Triton's kernels where they run, else products of matrices."""
-    if not on_triton:
-        return MatmulAttention(block_size, dtype, device)
-    from .cuda.attention import PagedAttention
-
-    return PagedAttention(block_size, max(spec.size for spec in specs), dtype, device)
 
 
 def attend_alone(query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:

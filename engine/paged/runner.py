@@ -28,14 +28,14 @@ from ..device import has_triton
 from ..plain.model import PlainModel
 from ..sampler import best_tokens
 from ..vision.tower import LanguageModel, Probe, Seen, Vision
-from .attention import Rules, choose_attention, widened, with_rules
+from .attention import Rules, widened, with_rules
 from .compiled.compiled_decoder import RANK_UNIT, CompiledDecoder
 from .compiled.proof import Setting, distance, fault
 from .decoding.decoder import Decoder
-from .decoding.experts import take_experts
 from .decoding.linear import Adaptable, Linear, MakeLinear, Views, release, replace_linears
 from .decoding.precision import in_float32
 from .decoding.turning import Orders, turned
+from .devices import choose_attention, take_experts
 from .kv.kv_cache import LayerSpec, Pool, populated
 from .layers import observe
 from .packing import Computed, LayerGroup, PackedStep, Segment, pack, rank

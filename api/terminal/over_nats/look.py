@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 import orjson
 import typer
 
-from .... import __version__
 from ....config.sources import Loaded
+from ....schemas.version import __version__
 from ....schemas.wire.asyncapi import asyncapi, json_schemas
 from ....schemas.wire.protobuf import proto
 from ...serve.connecting import connected

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...vision.tower import Vision
-from ..decoding.decoder import Rotations
+from ..decoding.heads import Rotations
 from ..packing import Ints, Segment
 
 

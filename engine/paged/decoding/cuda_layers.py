@@ -20,8 +20,7 @@ from . import heads as with_torch
 from .norm import NoNorm
 
 if TYPE_CHECKING:  # it takes `through` from here
-    from .decoder import Rotations
-    from .heads import Angles, Attention
+    from .heads import Angles, Attention, Rotations
     from .layer import Layer
     from .norm import Norm
 

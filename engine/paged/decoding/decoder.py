@@ -11,7 +11,7 @@ original model's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, Self
 
@@ -22,16 +22,13 @@ from torch.nn import functional
 from ...device import has_triton
 from ...vision.tower import Seen
 from ..state.step import StateStep
-from .heads import Angles, Attention, attend
+from .heads import Angles, Attention, Rotations, attend
 from .layer import Layer
 from .layer_inputs import PerLayerInputs
 from .linear import Linear, MakeLinear
 from .norm import Norm
 from .rows import look_up, rows_of
 from .structure import BODY, INPUTS, PAIRED, body_of, children, is_plain, part, replaced
-
-Rotations = Mapping[str | None, Angles]
-"""The angles of each kind of layer."""
 
 
 class Decoder:

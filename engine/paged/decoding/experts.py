@@ -9,9 +9,8 @@ The experts' sizes, gates and biases are read as transformers' own functions rea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...checkpoints.rounded import is_absent
@@ -27,38 +26,6 @@ MakeProduct = Callable[[Sequence[nn.Linear], str, bool], Linear]
 
 _MARKS = ("has_gate", "has_bias", "is_transposed", "num_experts", "_apply_gate", "down_proj")
 """What a class has whose experts transformers can compute with other functions."""
-
-
-class TakenExperts(Protocol):
-    """Experts of a layer in the place of transformers'."""
-
-    @property
-    def num_active_weights(self) -> int:
-        """The numbers of the weights that a token passes."""
-        ...
-
-    @property
-    def active_bytes(self) -> int:
-        """The bytes of the weights that a decoding step of one row reads."""
-        ...
-
-    @property
-    def spans(self) -> list[tuple[int, int]]:
-        """The addresses and sizes of the weights in the machine's memory."""
-        ...
-
-
-def take_experts(
-    model: Any, make: MakeProduct, kernels: Kernels | None, device: torch.device, *, on_triton: bool
-) -> Sequence[TakenExperts]:
-    """Put the device's experts in the place of transformers'; returns all. Other devices than a CPU need Triton."""
-    if device.type == "cpu":
-        return pack_experts(model, make, kernels)
-    if not on_triton:
-        return ()
-    from .cuda_experts import group_experts
-
-    return group_experts(model)
 
 
 def pack_experts(model: Any, make: MakeProduct, kernels: Kernels | None = None) -> list[PackedExperts]:

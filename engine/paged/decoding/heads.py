@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -26,6 +26,10 @@ class Angles(NamedTuple):
     cosines: Tensor
     sines: Tensor
     scales: Tensor | None = None
+
+
+Rotations = Mapping[str | None, Angles]
+"""The angles of each kind of layer."""
 
 
 def attend(layer: Layer, h: Tensor, angles: Angles, attention: Attention) -> Tensor:
