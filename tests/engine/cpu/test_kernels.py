@@ -24,7 +24,7 @@ from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
 from penstock.engine.checkpoints.gguf.types import BLOCKS
 from penstock.engine.checkpoints.gguf.weights import rounded_of
 from penstock.engine.checkpoints.rounded import Blocks, Rounded
-from penstock.engine.cpu.compiling import compiled
+from penstock.engine.cpu.compiling import NATIVE, compiled
 from penstock.engine.cpu.layouts import numbers
 from penstock.engine.cpu.library import MOST_ROWS, PLAIN, Kernels, NoKernels, Product, load_kernels
 from penstock.engine.cpu.machine import ARCHITECTURE, KERNEL_FLAGS, cpu_flags
@@ -585,9 +585,10 @@ class TestCompiling:
 
     @staticmethod
     def hasty(directory: Path) -> str:
-        """A compiler that hardly optimises: it takes a third of the time."""
-        compiler = directory / "hasty-cc"
-        compiler.write_text('#!/bin/sh\nexec cc "$@" -O1\n')
+        """A compiler that gives the library that there is: what is kept, and when, is the matter here."""
+        library, compiler = compiled("cc", user_cache(), NATIVE), directory / "hasty-cc"
+        to_output = '#!/bin/sh\nwhile [ "$#" -gt 1 ] && [ "$1" != -o ]; do shift; done\n'
+        compiler.write_text(f'{to_output}[ "$#" = 1 ] || exec cp "{library}" "$2"\n')
         compiler.chmod(0o755)
         return str(compiler)
 
