@@ -1,4 +1,4 @@
-"""Compiles the kernels for this machine at the first start, and keeps the library."""
+"""Compiles the kernels for this machine at the first start, where the package brings none, and keeps the library."""
 
 from __future__ import annotations
 
@@ -28,10 +28,8 @@ class NotCompiled(Exception):
 def compiled(compiler: str, cache: Path, options: Sequence[str]) -> Path:
     """The library, from `cache` if it is there. Raises `NotCompiled`."""
     try:
-        parts = (sources_hash(), _run([compiler, "--version"]), cpu_flags(), *OPTIONS, *options)
-        start = f"kernels-{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:16]}-"
-        whole = (path for path in sorted(cache.glob(f"{start}*{_SUFFIX}")) if path.name == start + _end(path))
-        return next(whole, None) or _compile(compiler, cache, options, start)
+        start = _start(compiler, options)
+        return _kept(cache, start) or _compile(compiler, cache, options, start)
     except FileNotFoundError as error:
         reason = f"{error.filename} does not exist"
         remedy = "install a C compiler, such as gcc" if error.filename == compiler else "reinstall Penstock"
@@ -41,6 +39,14 @@ def compiled(compiler: str, cache: Path, options: Sequence[str]) -> Path:
     except OSError as error:
         reason, remedy = str(error), "set XDG_CACHE_HOME to a writable directory"
     raise NotCompiled(f"{reason}; {remedy}")
+
+
+def kept(compiler: str, cache: Path, options: Sequence[str]) -> Path | None:
+    """The library that an earlier start has compiled, if there is one."""
+    try:
+        return _kept(cache, _start(compiler, options))
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def compile_to(compiler: Sequence[str], options: Sequence[str], to: Path, timeout: float = 300) -> None:
@@ -55,6 +61,17 @@ def compile_to(compiler: Sequence[str], options: Sequence[str], to: Path, timeou
         both = zip(objects, map(str, sources), strict=True)
         list(pool.map(lambda pair: _run([*command, *pair], timeout), both))
         _run([*compiler, *options, *OPTIONS, "-o", str(to), *objects, "-lm"], timeout)
+
+
+def _start(compiler: str, options: Sequence[str]) -> str:
+    """With what a library's name begins: all that it depends on."""
+    parts = (sources_hash(), _run([compiler, "--version"]), cpu_flags(), *OPTIONS, *options)
+    return f"kernels-{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:16]}-"
+
+
+def _kept(cache: Path, start: str) -> Path | None:
+    whole = (path for path in sorted(cache.glob(f"{start}*{_SUFFIX}")) if path.name == start + _end(path))
+    return next(whole, None)
 
 
 def _compile(compiler: str, cache: Path, options: Sequence[str], start: str) -> Path:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..models import user_cache
-from .compiling import NATIVE, NotCompiled, compiled
+from .compiling import NATIVE, NotCompiled, compiled, kept
 from .machine import KERNEL_FLAGS, cpu_flags
 from .variants import BUILT, find
 
@@ -199,20 +199,20 @@ class NoKernels(Exception):
 
 
 def load_kernels(compiler: str = "cc", cache: Path | None = None, built: Path | None = None) -> Kernels:
-    """Load the library: compiled for this machine, in `cache` or now, or else the best one that the package brings.
+    """Load the library: one that was compiled for this machine earlier and lies in `cache`, or the best one that the
+    package brings, which is as fast; or else compile one, which takes some 20 seconds.
 
     Raises `NoKernels` where there is none.
     """
     flags = frozenset(cpu_flags().split())
     if not flags >= KERNEL_FLAGS:
         raise NoKernels("the compiled kernels need an x86 CPU with AVX2, FMA, F16C and BMI2, or an ARM CPU of 64 bits")
+    cache = cache or user_cache()
     try:
-        path = compiled(compiler, cache or user_cache(), NATIVE)
+        found = kept(compiler, cache, NATIVE) or find(flags, built or BUILT)
+        path = found or compiled(compiler, cache, NATIVE)
     except NotCompiled as error:
-        other = find(flags, built or BUILT)
-        if other is None:
-            raise NoKernels(str(error)) from None
-        path = other
+        raise NoKernels(str(error)) from None
     try:
         return Kernels(ctypes.CDLL(str(path)))
     except OSError as error:

@@ -1,6 +1,6 @@
 """The compiled kernels that a package can bring: one library for each set of instructions.
 
-`deploy/build_kernels.py` builds them; `library.py` takes the best one where no compiler is installed.
+`deploy/build_kernels.py` builds them; `library.py` takes the best one.
 """
 
 from __future__ import annotations

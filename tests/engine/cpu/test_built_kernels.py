@@ -138,6 +138,16 @@ class TestWithoutACompiler:
             x = inputs(product, 37, torch.bfloat16)
             assert torch.equal(kernels.multiply(product, x), native.multiply(product, x))
 
+    def test_nothing_is_compiled_beside_a_library_of_the_package(self, built: Path, tmp_path: Path) -> None:
+        """A first start waits for no compiler; what an earlier one has compiled is used on."""
+        compiler = tmp_path / "cc"
+        compiler.write_text('#!/bin/sh\n[ "$1" = --version ]\n')
+        compiler.chmod(0o755)
+        name = next(built.iterdir()).name
+        assert load_kernels(str(compiler), tmp_path / "cache", built).name == name
+        assert not (tmp_path / "cache").exists()
+        assert load_kernels().name == load_kernels(built=built).name != name
+
     def test_an_engine_is_as_fast_and_says_nothing(
         self, bare: None, built: Path, model_directory: Callable[[str], Path]
     ) -> None:
