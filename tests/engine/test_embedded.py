@@ -84,13 +84,19 @@ def test_ctrl_c_stops_a_call_in_a_notebook() -> None:
     """Its thread runs an event loop, so the call waits for another thread."""
     script = """
 class Impatient(EchoBackend):
-    is_interrupted = False
+    # Interrupts the first request, and goes on when it is cancelled.
+
+    is_interrupted, is_cancelled = False, threading.Event()
 
     def step(self):
-        if self.num_running and not self.is_interrupted:
+        if not self.is_interrupted:
             self.is_interrupted = True
             os.kill(os.getpid(), signal.SIGINT)
-        return super().step()
+        return super().step() if self.is_cancelled.is_set() else []
+
+    def remove(self, choice):
+        self.is_cancelled.set()
+        super().remove(choice)
 
 
 async def cell():
