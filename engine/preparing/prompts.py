@@ -15,6 +15,7 @@ from ...schemas.params import GenerationParams
 from ..backend import Backend
 from ..config import EngineConfig
 from ..request import EngineRequest, resolve_seed
+from ..text.tokenizer_port import encode_within
 from ..vision.reading import ImageLimits
 from ..vision.sight import NO_SIGHT, Sight, load_sight
 
@@ -75,7 +76,10 @@ class Prompts:
         _check(params)
         name, seed = request_id or uuid.uuid4().hex, resolve_seed(params)
         if not isinstance(prompt, ImageText):
-            return EngineRequest(name, self.ids(prompt), params, seed, adapter=adapter)
+            is_long = isinstance(prompt, str) and len(prompt) > _LONG
+            ids = await asyncio.to_thread(self.ids, prompt) if is_long else self.ids(prompt)
+            await asyncio.sleep(0)  # others in the event loop, between many prompts
+            return EngineRequest(name, ids, params, seed, adapter=adapter)
         tokenizer, length = self._backend.tokenizer, self._backend.info.context_length
         found = await asyncio.to_thread(self._sight.tokenize, prompt.text, prompt.images, tokenizer, length)
         return EngineRequest(name, tuple(found.ids), params, seed, adapter=adapter, images=found.images)
@@ -85,7 +89,8 @@ class Prompts:
         if isinstance(prompt, ImageText):
             raise InvalidRequest("Images cannot be embedded; send text.", code="unsupported_capability")
         if isinstance(prompt, str):
-            return tuple(self._backend.tokenizer.encode(_whole(prompt), True))
+            length = self._backend.info.context_length
+            return tuple(encode_within(self._backend.tokenizer, _whole(prompt), length, "prompt"))
         if not isinstance(prompt, _UNORDERED_OR_BYTES):  # whose parts are numbers, too
             with suppress(TypeError):
                 return tuple(map(index, prompt))
@@ -95,6 +100,7 @@ class Prompts:
         )
 
 
+_LONG = 10_000  # characters; to tokenise more would block the caller's event loop for milliseconds
 _UNORDERED_OR_BYTES = (bytes, bytearray, memoryview, Set, Mapping)
 
 

@@ -6,15 +6,18 @@ import asyncio
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
+from penstock.engine.backends.echo import EchoBackend
 from penstock.engine.checkpoints.files import read_header, read_json
 from penstock.engine.progress import loading_bar
-from penstock.schemas.errors import GenerationFailed, ModelLoadError
+from penstock.engine.text.byte_tokenizer import ByteTokenizer
+from penstock.schemas.errors import GenerationFailed, InvalidRequest, ModelLoadError
 
 CONFIG = EngineConfig(model="echo", backend="echo")
 SHORT = GenerationParams(max_tokens=3)
@@ -210,6 +213,24 @@ def test_what_cannot_be_read_is_named_with_the_reason(tmp_path: Path) -> None:
     for read in (read_header, read_json):  # as a file without permission, which root may read
         with pytest.raises(ModelLoadError, match="cannot be read: Is a directory; check the path and its permissions"):
             read(tmp_path)
+
+
+async def test_a_long_prompt_is_not_tokenised_in_the_event_loop_nor_to_its_end() -> None:
+    lengths: dict[str, int] = {}  # of what was tokenised, by the names of threads
+
+    class Noting(ByteTokenizer):
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            name = threading.current_thread().name
+            lengths[name] = lengths.get(name, 0) + len(text)
+            return super().encode(text, add_special_tokens)
+
+    backend = EchoBackend(CONFIG)
+    backend.tokenizer = Noting()
+    with InferenceEngine(CONFIG, backend=backend) as engine:
+        with pytest.raises(InvalidRequest, match="the prompt is too long: more than"):
+            await engine.agenerate("a" * 10_000_000, SHORT)
+        assert threading.current_thread().name not in lengths
+        assert sum(lengths.values()) < 1_000_000
 
 
 def test_the_prompt_of_many_that_is_refused_is_named() -> None:
