@@ -110,6 +110,8 @@ def stage(
     Filters run inside the stage stream, which is added for them: name all filters of the pipeline together.
     """
     found = [find_stage(name) for name in names]
+    if twice := [kind.name for place, kind in enumerate(found) if kind.name in {one.name for one in found[:place]}]:
+        raise StartupError(f"the stage {twice[0]} is named twice; start a process for each copy")
     filters = [kind for kind in found if issubclass(kind, Filter)]
     stages = [kind for kind in found if issubclass(kind, Stage)]
     if filters and Stream not in stages:
@@ -175,6 +177,9 @@ async def _parts(
     ):
         stopping = stop_signal()  # not before: a process that waits for the broker may be killed
         settings, stages = pipe.settings, choose(pipe.settings)
+        if idle := [kind.name for kind in stages if kind.name not in (*LIGHT, *settings.job_stages)]:
+            pipeline = ",".join(settings.pipeline)
+            raise StartupError(f"the stage {idle[0]} is not in the pipeline {pipeline}; name it there (--pipeline)")
         if expected is not None:
             await open_lanes(pipe.broker, settings, expected.name, expected.revision)
             await pipe.registry.announce_model(expected)

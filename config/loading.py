@@ -17,16 +17,20 @@ def load_named(name: str) -> object:
 
 
 def _file(path: Path) -> ModuleType:
-    known = sys.modules.get(path.stem)
-    if known is not None and known.__file__ == str(path.resolve()):
+    name, whole = path.stem, str(path.resolve())
+    if (known := sys.modules.get(name)) is not None and getattr(known, "__file__", None) == whole:
         return known
-    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    if known is not None or name in sys.stdlib_module_names:  # queue.py, for example: others mean theirs by it
+        name = f"{name} at {whole}"
+        if name in sys.modules:
+            return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, whole)
     if spec is None or spec.loader is None or not path.is_file():
         raise ImportError(f"no such file: {path}")
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[path.stem]
+        del sys.modules[name]
         raise
     return module

@@ -293,7 +293,7 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings, ImageSettings):
     @field_validator("pipeline")
     @classmethod
     def _stages_in_order(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if len(set(value)) != len(value):
+        if len({name.lower() for name in value}) != len(value):
             raise ValueError("a stage is listed twice")
         if tuple(name for name in value if name in BUILT_IN_STAGES) != BUILT_IN_STAGES:
             raise ValueError(f"must hold {', '.join(BUILT_IN_STAGES)} in this order")

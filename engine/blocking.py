@@ -4,17 +4,40 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
 
 def wait_for(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run `work` in an event loop of its own and wait for it, even where the caller's thread runs a loop already."""
+    """Run `work` in an event loop of its own and wait for it, even where the caller's thread runs a loop already.
+
+    Ctrl-C cancels the work. The event loop that the caller's thread has stays its current one.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work)
+        return _run(work)
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = Future()
+
+    async def tell() -> Result:
+        started.set_result((asyncio.get_running_loop(), asyncio.current_task()))
+        return await work
+
     with ThreadPoolExecutor(1) as thread:  # in a notebook, for example
-        return thread.submit(asyncio.run, work).result()
+        try:
+            return thread.submit(copy_context().run, _run, tell()).result()
+        except KeyboardInterrupt:
+            thread.shutdown(wait=False, cancel_futures=True)
+            with suppress(RuntimeError, TimeoutError):  # it has ended, or not begun
+                loop, task = started.result(timeout=1)
+                loop.call_soon_threadsafe(task.cancel if task else loop.stop)
+            raise
+
+
+def _run(work: Coroutine[Any, Any, Result]) -> Result:
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        return runner.run(work)

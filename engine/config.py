@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
 
 from ..schemas.errors import ConfigurationError
 from .vision.reading import ANY, MOST_DECODED
+
+
+def _as_text(model: object) -> object:
+    return os.fspath(model) if isinstance(model, Path) else model
 
 
 class EngineConfig(BaseModel):
@@ -39,7 +44,7 @@ class EngineConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
-    model: Annotated[str, Field(min_length=1)]
+    model: Annotated[str, BeforeValidator(_as_text), Field(min_length=1)]
     backend: Annotated[str, Field(min_length=1)] = "paged"
     device: Annotated[str, Field(min_length=1)] = "auto"
     dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -19,7 +21,11 @@ from .choice import Choice
 from .handle import RequestHandle
 from .stalls import StallClock
 
+_AT_EXIT = 5.0  # seconds that the end of the interpreter waits for a step
+
 _Key = tuple[str, int, int]  # request, epoch, choice: the address of a delta
+
+_STOPPED = "the engine has stopped; load a new one"
 
 _log = logging.getLogger(__name__)
 
@@ -61,19 +67,33 @@ class Driver:
         self._running: dict[_Key, _Running] = {}
         self._changed = threading.Condition()  # guards the two above and `_closing`
         self._closing = False
+        self._process = os.getpid()
         self._stall_timeout = stall_timeout
         self._stalls = StallClock(stall_timeout, time.monotonic)
         self.backend = self._start(load)
+
+    def __reduce__(self) -> str:
+        raise TypeError("an engine cannot be pickled, as other processes cannot use it; load one in each process")
 
     @property
     def healthy(self) -> bool:
         return self.error is None and not self._closing and self._thread.is_alive()
 
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this is the child of the engine's process: it has no such thread, and its locks may be held."""
+        return os.getpid() != self._process
+
     def _start(self, load: Callable[[], Backend]) -> Backend:
         loaded: Future[Backend] = Future()
         self._thread = threading.Thread(target=self._main, args=(load, loaded), name="penstock-engine", daemon=True)
-        self._thread.start()
-        return loaded.result()
+        atexit.register(self._end_in_time)
+        try:
+            self._thread.start()
+            return loaded.result()
+        except BaseException:  # Ctrl-C, perhaps: what is loaded then is freed at once
+            self.close_soon()
+            raise
 
     def submit(self, choices: Iterable[Choice], handle: RequestHandle) -> None:
         """Run the choices of one request; their deltas go to `handle`.
@@ -81,9 +101,10 @@ class Driver:
         Raises `InvalidRequest` for choices that already run, `GenerationFailed` once the thread has ended.
         """
         new = {_key(choice): _Running(choice, handle) for choice in choices}
+        self._refuse_child()
         with self._changed:
             if not self.healthy:
-                raise GenerationFailed("the engine has stopped")
+                raise GenerationFailed(_STOPPED)
             if new.keys() & self._running.keys():
                 raise InvalidRequest(f"request {handle.request.id!r} already runs; choose another id", param="id")
             for running in new.values():
@@ -94,6 +115,8 @@ class Driver:
 
     def cancel(self, request: str) -> bool:
         """Stop every choice of `request` before its next token. Returns whether any was running."""
+        if self._is_forked:
+            return False
         with self._changed:
             choices = [running.choice for key, running in self._running.items() if key[0] == request]
         self.cancel_choices(choices)
@@ -101,6 +124,8 @@ class Driver:
 
     def cancel_choices(self, choices: list[Choice]) -> None:
         """Stop these choices before their next token; finished ones stay as they are."""
+        if self._is_forked:
+            return
         with self._changed:
             self._commands.append(_Cancel(choices))
             self._changed.notify()
@@ -110,10 +135,11 @@ class Driver:
 
         Raises `GenerationFailed` once the thread has ended.
         """
+        self._refuse_child()
         result: Future[Any] = Future()
         with self._changed:
             if not self.healthy:
-                raise GenerationFailed("the engine has stopped")
+                raise GenerationFailed(_STOPPED)
             self._commands.append(_Call(work, result))
             self._changed.notify()
         return result
@@ -122,15 +148,33 @@ class Driver:
         """Cancel what runs, free the model and end the thread. Returns whether it ended within `timeout` seconds."""
         self.close_soon()
         self._thread.join(timeout)
+        atexit.unregister(self._end_in_time)
         return not self._thread.is_alive()
 
     def close_soon(self) -> None:
         """`close`, without waiting; any thread that collects garbage may call it, the engine's own included."""
+        if self._is_forked:
+            return
         with self._changed:
             self._closing = True
             self._changed.notify()
 
+    def _end_in_time(self) -> None:
+        """The interpreter ends: torch aborts the process if that takes a thread away in the middle of a step."""
+        self.close_soon()
+        self._thread.join(_AT_EXIT)
+
+    def _refuse_child(self) -> None:
+        if self._is_forked:
+            raise GenerationFailed("a forked process does not have its parent's engine; load one there, after the fork")
+
     def _main(self, load: Callable[[], Backend], loaded: Future[Backend]) -> None:
+        try:
+            self._run(load, loaded)
+        finally:
+            atexit.unregister(self._end_in_time)
+
+    def _run(self, load: Callable[[], Backend], loaded: Future[Backend]) -> None:
         try:
             self.backend = load()
         except BaseException as error:
@@ -144,7 +188,10 @@ class Driver:
                 if self._stalls.is_due:
                     self._deliver(self._end_stalls())
                 self.num_steps += 1
-            self._deliver([choice.end("cancelled") for choice in self._unfinished()])
+            left = self._unfinished()
+            for choice in left:
+                self.backend.remove(choice)
+            self._deliver([choice.end("cancelled") for choice in left])
             self._refuse_calls()
             self.backend.close()
         except BaseException as error:
@@ -228,7 +275,7 @@ class Driver:
         with self._changed:
             for command in self._commands:
                 if isinstance(command, _Call):
-                    command.result.set_exception(GenerationFailed("the engine has stopped"))
+                    command.result.set_exception(GenerationFailed(_STOPPED))
 
     def _unfinished(self) -> list[Choice]:
         """The choices whose last delta has not been delivered."""

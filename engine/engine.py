@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import logging
 import time
 import uuid
@@ -33,7 +32,7 @@ from .models import ModelInfo
 from .output import Embedding, EngineStats, GenerationOutput, OutputBuilder
 from .plug_ins.found import PlugIns
 from .plug_ins.port import PlugIn
-from .preparing.prompts import Many, Prompt, Prompts, as_list, is_list, sight_of
+from .preparing.prompts import Many, Prompt, Prompts, as_list, is_list, naming, sight_of
 from .progress import loading_bar
 from .request import EmbeddingInput, EngineRequest
 from .text.tokenizer_port import TokenizerLike
@@ -316,9 +315,11 @@ class InferenceEngine:
     async def _generate_all(
         self, prompts: list[Prompt], params: GenerationParams, adapter: str | None
     ) -> list[GenerationOutput]:
-        requests = [await self._prompts.request(prompt, params, adapter=adapter) for prompt in prompts]
-        for request in requests:
-            self._check(request)
+        requests = []
+        for index, prompt in enumerate(prompts):
+            with naming(index, len(prompts)):
+                requests.append(await self._prompts.request(prompt, params, adapter=adapter))
+                self._check(requests[-1])
         await self.prepare(params)
         handles = [self.open(request) for request in requests]
         try:
@@ -331,10 +332,7 @@ class InferenceEngine:
         (delta,) = await handle.take()
         if delta.finish_reason != "stop":
             raise GenerationFailed(delta.error.message if delta.error else "the engine has stopped; start a new one")
-        import numpy as np
-
-        vector = np.frombuffer(base64.b64decode(delta.text), "<f4").astype(np.float32)
-        return Embedding(vector, len(handle.request.prompt))
+        return Embedding.of(delta.text, len(handle.request.prompt))
 
     async def _collect(self, handle: RequestHandle) -> GenerationOutput:
         builder = OutputBuilder(handle.request, self._clock(), handle.fallback)

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..schemas.errors import ConfigurationError, ModelLoadError
 from ..schemas.sources import NO_PROJECTOR, absolute_pair, gguf_model, is_gguf, looks_like_path, split_pair
-from .checkpoints.files import read_header, read_json, weight_files
+from .checkpoints.files import read_header, read_json, unreadable, weight_files
 from .checkpoints.gguf.file import read_gguf
 from .checkpoints.gguf.pairs import config_of, find_projector, weights_of
 from .checkpoints.packed import PackedWeight, Packing, find_weights, packing_of
@@ -85,6 +85,13 @@ def resolve_model(source: str) -> Path:
     A model on the hub is downloaded. The path is absolute, and names a GGUF file's projector, too: the one that
     `source` names, or the one beside the file. Raises `ModelLoadError`.
     """
+    try:
+        return _resolved(source)
+    except OSError as error:
+        raise unreadable(source, error) from error
+
+
+def _resolved(source: str) -> Path:
     path = Path(source).expanduser()
     if (pair := absolute_pair(path)) is not None and is_gguf(path):
         return _checked(pair)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from ..schemas.events import Delta, ErrorBody, FinishReason, TokenLogprob
 from .request import EngineRequest
@@ -95,6 +96,13 @@ class Embedding(NamedTuple):
 
     vector: NDArray[np.float32]
     prompt_tokens: int
+
+    @classmethod
+    def of(cls, text: str, prompt_tokens: int) -> Self:
+        """That of an input whose delta has this text."""
+        import numpy as np
+
+        return cls(np.frombuffer(base64.b64decode(text), "<f4").astype(np.float32), prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)

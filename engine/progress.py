@@ -13,7 +13,7 @@ from .backend import ProgressCallback
 def loading_bar(title: str, also: ProgressCallback | None = None) -> Iterator[ProgressCallback | None]:
     """Yield a callback that draws a bar titled `title` and calls `also`; without a terminal as standard error it is
     `also` itself."""
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         yield also
         return
     from rich.console import Console

@@ -21,6 +21,7 @@ PenstockError
 │   └── BrokerUnavailable   the broker did not answer in time
 │       └── StreamMissing   it has answered all that time that a stream does not exist
 ├── Superseded              another writer was first: read again, then decide again
+├── StageFailed             a custom stage broke its contract: retry, as after any bug, and at last a dead letter
 ├── ToolFailed              report to the model or the client; the request continues
 └── Fatal                   stop the process: exit code 2, the message says what to do
     ├── ConfigurationError  all faults of the configuration, one a line
@@ -199,6 +200,10 @@ class StreamMissing(BrokerUnavailable):
 
 class Superseded(PenstockError):
     """The subject's last message is not the one that the publisher expected. The broker stored nothing."""
+
+
+class StageFailed(PenstockError):
+    """What the code of a custom stage did or returned that it must not; the text quotes nothing of a request."""
 
 
 class ToolFailed(PenstockError):

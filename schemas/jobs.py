@@ -61,7 +61,7 @@ class ReplayRequest(Strict):
     """A client's question for the stored events of a request: those behind the one of sequence `after` (0 for all). If
     there are none yet, the answer waits `wait` seconds for them."""
 
-    after: Annotated[int, Field(ge=0)] = 0
+    after: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     wait: Annotated[float, Field(ge=0, le=60)] = 0.0
 
 

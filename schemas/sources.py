@@ -49,10 +49,11 @@ def join_pair(text: Path, projector: Path | str) -> Path:
 
 def absolute_pair(source: str | Path, base: Path | None = None) -> Path | None:
     """What names both files of `source` from anywhere; None if it names one. Without `base` they are seen from here."""
-    at = base or Path.cwd()
-    if (pair := parts_of(at / Path(source).expanduser())) is None:
+    path = Path(source).expanduser()
+    if (pair := parts_of(base / path if base else path)) is None:
         return None
-    text, projector = pair
+    at = base or Path.cwd()
+    text, projector = pair[0] if base else at / pair[0], pair[1]
     return join_pair(text, projector if projector == NO_PROJECTOR else at / Path(projector).expanduser())
 
 

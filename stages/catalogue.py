@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 
 from ..config.loading import load_named
-from ..config.settings import BUILT_IN_STAGES
+from ..config.settings import BUILT_IN_STAGES, RESERVED
 from ..schemas.errors import StartupError
+from ..schemas.jobs import TOKEN_PATTERN
 from .batch.stage import Batch
 from .contract import Stage
 from .filters import Filter
@@ -33,6 +35,14 @@ def find_stage(name: str) -> type[Stage] | type[Filter]:
         raise StartupError(f"the stage {name} cannot be loaded: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Stage | Filter)):
         raise StartupError(f"{name} is not a stage: it must be a subclass of penstock.stages.JobStage or Filter")
+    own = getattr(found, "name", None)
+    if not (isinstance(own, str) and re.fullmatch(TOKEN_PATTERN, own)) or own in BUILT_IN_STAGES + RESERVED:
+        raise StartupError(
+            f"{name} has {f'the name {own!r}' if own else 'no name'}: give it a class attribute `name`, the stage's "
+            "name in the pipeline, of letters, digits, '_' and '-', and not one that Penstock uses"
+        )
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        raise StartupError(f"{name} does not define {', '.join(missing)}")
     return found
 
 

@@ -8,6 +8,7 @@ letter. A stage knows neither acknowledgements, leases nor retries: those are th
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -21,11 +22,12 @@ from opentelemetry.trace import Tracer
 
 from ..config.settings import Settings
 from ..schemas.canaries import CANARY
-from ..schemas.errors import DeadlineExceeded, GenerationFailed, Superseded
+from ..schemas.errors import DeadlineExceeded, GenerationFailed, StageFailed, Superseded
 from ..schemas.events import FINAL, Accepted, Cancelled, Event, Queued, Token, Usage
 from ..schemas.jobs import Priority, ValidatedJob
 from ..schemas.loops import Step, TurnId
 from ..schemas.wire import codec
+from ..schemas.wire.codec import DecodeError
 from ..streams.outages import through_outages
 from ..streams.port import (
     DEADLINE,
@@ -43,11 +45,13 @@ from ..streams.stores.rates import RateLedger
 from ..streams.stores.registry import Registry
 from ..streams.topology import Subjects, partition, stage_stream
 from .cancellations import Cancellations
+from .failures import is_cancelled
 from .outcomes import count_outcome
 from .trail import Trail
 from .transcript import Transcript
 from .visits import headers_until
 
+_IDENTITY = ("id", "tenant", "bridge", "priority", "endpoint", "created")
 SETTLED = 5.0  # seconds after which a start is over, and what only some requests need is loaded ahead of them
 MOST_TRAILS = 30_000  # one that is forgotten and needed again is read
 
@@ -271,12 +275,42 @@ class JobStage(Stage):
         route = headers[NEXT].split()
         try:
             async with asyncio.timeout(job.deadline - self.pipe.now()) as timer:
-                processed = await self.process(job)
+                processed = await self._processed(job)
         except TimeoutError:
             if timer.expired():
                 raise DeadlineExceeded(f"The deadline passed while the stage {self.name} had the request.") from None
             raise
         await self.pass_on(processed, route, delivery)
+
+    async def _processed(self, job: ValidatedJob) -> ValidatedJob:
+        """What `process` makes of a job. Raises `StageFailed` for what no other stage could take for that job."""
+        try:
+            made: object = self.process(job)
+            if not inspect.isawaitable(made):
+                raise StageFailed("process is no coroutine function: define it with async def")
+            found: object = await made
+        except Exception:
+            raise
+        except BaseException as error:  # sys.exit(), for example, or somebody cancelled what it awaits
+            if is_cancelled(error):
+                raise
+            raise StageFailed(f"process raised {type(error).__name__}").with_traceback(error.__traceback__) from None
+        if found is job:
+            return job
+        if not isinstance(found, ValidatedJob):
+            raise StageFailed(f"process returned a {type(found).__name__}, not a ValidatedJob")
+        if changed := [name for name in _IDENTITY if getattr(found, name) != getattr(job, name)]:
+            raise StageFailed(f"process changed {', '.join(changed)}, by which the request is known")
+        if unknown := [
+            name for model in (found, found.params) for name in model.model_fields_set - {*type(model).model_fields}
+        ]:
+            raise StageFailed(f"process set {', '.join(unknown)}, which a job does not have")
+        try:
+            codec.decode_model(ValidatedJob, codec.encode(found), codec.VALIDATED_JOB)
+        except (DecodeError, TypeError, ValueError) as error:
+            why = str(error) if isinstance(error, DecodeError) else type(error).__name__
+            raise StageFailed(f"process returned a job that is not valid: {why}") from None
+        return found
 
     async def is_over(self, job: ValidatedJob) -> bool:
         """True if the client cancelled. Raises `DeadlineExceeded` past the deadline."""

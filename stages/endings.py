@@ -44,7 +44,7 @@ def ending(request: str, refusal: Refusal) -> Event:
 async def refuse(pipe: Pipe, delivery: Delivery, refusal: Refusal) -> None:
     """Send the refusal to the clients of all requests in this message."""
     message = delivery.message
-    is_output = codec.is_schema(message.headers.get(SCHEMA), codec.OUTPUTS)
+    is_output = codec.is_schema(message.headers.get(SCHEMA), codec.OUTPUTS) and not _is_job(message)
     for address in await _asked(pipe, message.subject) if is_output else addresses(message):
         await pipe.emit(
             ending(address.request, refusal),
@@ -92,11 +92,21 @@ async def _keep(
 
 
 def addresses(message: Message) -> list[Address]:
-    """The clients of a message, as far as it can be parsed; an unreadable job is named by its message id."""
+    """The clients of a message, as far as it can be parsed; an unreadable job is named by its message id.
+
+    A client's job names one request, of the tenant in its subject, whatever it says of others.
+    """
     body = _body(message.data)
+    if isinstance(body, dict) and _is_job(message):
+        return [_address({"id": body.get("id"), "bridge": body.get("bridge")}, message)]
     if isinstance(body, dict) and isinstance(body.get("jobs"), list):
         return [_address(job, message) for job in body["jobs"]]
     return [_address(body, message)]
+
+
+def _is_job(message: Message) -> bool:
+    """Whether a client has published the message, who chose its headers, too."""
+    return message.subject.split(".")[1:2] == ["jobs"]
 
 
 def _body(data: bytes) -> Any:

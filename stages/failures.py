@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 
 from ..streams.port import Bucket, Message
+
+
+def is_cancelled(error: BaseException) -> bool:
+    """Whether Penstock ends the task, and not a user's code by what it awaited or raised itself."""
+    if not isinstance(error, asyncio.CancelledError):
+        return isinstance(error, GeneratorExit)
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 class Count:

@@ -29,6 +29,7 @@ from ..schemas.events import (
     Usage,
 )
 from . import endings
+from .failures import is_cancelled
 
 log = structlog.get_logger(__name__)
 
@@ -131,7 +132,9 @@ class _Choice:
                 )
             except Refusal:
                 raise
-            except Exception as error:
+            except BaseException as error:
+                if is_cancelled(error):
+                    raise
                 if timer.expired():
                     log.error("a filter does not return", filter=link.name, request=token.request)
                     raise GenerationFailed(f"The filter {link.name} did not return for {self._limit:g} s.") from error

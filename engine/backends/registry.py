@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 
 from ...schemas.errors import ConfigurationError, ModelLoadError
@@ -19,6 +20,10 @@ def load_backend(config: EngineConfig, progress: ProgressCallback | None = None)
     Raises `ConfigurationError` for an unknown backend, an absent device or a setting that the backend cannot honour,
     and `ModelLoadError` for a model that cannot be loaded.
     """
+    try:
+        os.getcwd()
+    except OSError as error:  # there MKL, which torch brings along, ends the process
+        raise ConfigurationError([f"the current directory cannot be used ({error.strerror}); go to another"]) from None
     manifest = find_backend(config.backend, config.allowed_backends)
     if reason := why_not(manifest, config.model, config.device):
         raise ConfigurationError([reason])

@@ -21,11 +21,17 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file. Raises `ModelLoadError`."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise unreadable(path, error) from error
     except ValueError as error:
         raise ModelLoadError(f"{path} is not JSON: {error}; download it again") from error
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} is not a JSON object; download it again")
     return value
+
+
+def unreadable(source: Path | str, error: OSError) -> ModelLoadError:
+    return ModelLoadError(f"{source} cannot be read: {error.strerror or error}; check the path and its permissions")
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -40,6 +46,8 @@ def weight_files(directory: Path) -> list[Path]:
         return [single]
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except OSError as error:
+        raise unreadable(index, error) from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ModelLoadError(f"{index} is not an index of safetensors files ({error}); download it again") from error
     if missing := [name for name in names if not (directory / name).is_file()]:
@@ -49,12 +57,15 @@ def weight_files(directory: Path) -> list[Path]:
 
 def read_header(path: Path) -> dict[str, list[int]]:
     """The shapes of all tensors in a safetensors file by name. Raises `ModelLoadError` unless the file is whole."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 0 < length <= min(_MAX_HEADER, size - 8):
-            raise _broken(path, "its header is truncated or missing")
-        header = file.read(length)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 0 < length <= min(_MAX_HEADER, size - 8):
+                raise _broken(path, "its header is truncated or missing")
+            header = file.read(length)
+    except OSError as error:
+        raise unreadable(path, error) from error
     try:
         tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
         end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)

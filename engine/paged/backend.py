@@ -99,17 +99,18 @@ class PagedBackend:
         whole = self.runner.vision.processor.mutual if self.runner.vision is not None else 0
         longest = min(max(chunk, whole), info.context_length) if chunked else info.context_length
         self.slots, memory = make_room(config, self.runner)
+        self._block_size = self.runner.block_size
         groups = plan_blocks(
             memory,
             self.runner.groups,
             self.runner.specs,
-            token_block=self.runner.block_size,
+            token_block=self._block_size,
             number_size=self.runner.dtype.itemsize,
             max_batch_size=config.max_batch_size,
             max_step_tokens=longest,
         )
         self.runner.allocate([group.num_blocks for group in groups])
-        self.blocks = KVBlocks(self.runner.block_size, groups, longest)
+        self.blocks = KVBlocks(self._block_size, groups, longest)
         self._gate = PictureGate(self.runner.vision.pictures if self.runner.vision is not None else None)
         reserved = config.reserved_batch_size
         self._scheduler = Scheduler(
@@ -176,7 +177,7 @@ class PagedBackend:
         stats = self.blocks.stats()
         return CacheStats(
             memory=self._kv_cache_memory,
-            num_tokens=max(pool.num_blocks for pool in self.blocks.pools) * self.runner.block_size,
+            num_tokens=max(pool.num_blocks for pool in self.blocks.pools) * self._block_size,
             usage=self.blocks.usage,
             num_blocks=stats.num_blocks,
             num_cached_blocks=stats.num_cached,

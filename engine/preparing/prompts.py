@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import index
-from typing import cast
+from typing import SupportsIndex, cast
 
 from ...schemas.errors import InvalidRequest
 from ...schemas.params import GenerationParams
 from ..backend import Backend
 from ..config import EngineConfig
 from ..request import EngineRequest, resolve_seed
+from ..text.tokenizer_port import encode_within
 from ..vision.reading import ImageLimits
 from ..vision.sight import NO_SIGHT, Sight, load_sight
 
@@ -34,11 +35,25 @@ Many = list[str] | list[list[int]] | list[ImageText] | list[Prompt]
 
 def is_list(prompts: Prompt | Many) -> bool:
     """Whether `prompts` is a list of prompts; a list of token ids is a single one."""
-    return isinstance(prompts, list) and not (prompts and isinstance(prompts[0], int))
+    return isinstance(prompts, list) and not (prompts and _is_id(prompts[0]))
 
 
 def as_list(prompts: Prompt | Many) -> list[Prompt]:
     return list(cast("list[Prompt]", prompts)) if is_list(prompts) else [cast("Prompt", prompts)]
+
+
+@contextmanager
+def naming(index: int, count: int) -> Iterator[None]:
+    """Say which of `count` prompts it is, if one of them is refused."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if count == 1:
+            raise
+        param = "prompts" if error.param == "prompt" else error.param
+        raise type(error)(f"prompts[{index}]: {error}", code=error.code, param=param) from None
+    except TypeError as error:
+        raise TypeError(f"prompts[{index}]: {error}" if count > 1 else str(error)) from None
 
 
 def sight_of(backend: Backend, config: EngineConfig) -> Sight:
@@ -61,7 +76,10 @@ class Prompts:
         _check(params)
         name, seed = request_id or uuid.uuid4().hex, resolve_seed(params)
         if not isinstance(prompt, ImageText):
-            return EngineRequest(name, self.ids(prompt), params, seed, adapter=adapter)
+            is_long = isinstance(prompt, str) and len(prompt) > _LONG
+            ids = await asyncio.to_thread(self.ids, prompt) if is_long else self.ids(prompt)
+            await asyncio.sleep(0)  # others in the event loop, between many prompts
+            return EngineRequest(name, ids, params, seed, adapter=adapter)
         tokenizer, length = self._backend.tokenizer, self._backend.info.context_length
         found = await asyncio.to_thread(self._sight.tokenize, prompt.text, prompt.images, tokenizer, length)
         return EngineRequest(name, tuple(found.ids), params, seed, adapter=adapter, images=found.images)
@@ -71,14 +89,24 @@ class Prompts:
         if isinstance(prompt, ImageText):
             raise InvalidRequest("Images cannot be embedded; send text.", code="unsupported_capability")
         if isinstance(prompt, str):
-            return tuple(self._backend.tokenizer.encode(_whole(prompt), True))
-        if not isinstance(prompt, bytes):  # whose parts are numbers, too
+            length = self._backend.info.context_length
+            return tuple(encode_within(self._backend.tokenizer, _whole(prompt), length, "prompt"))
+        if not isinstance(prompt, _UNORDERED_OR_BYTES):  # whose parts are numbers, too
             with suppress(TypeError):
                 return tuple(map(index, prompt))
         raise TypeError(
             f"a prompt must be text, token ids or an ImageText, not {_kind(prompt)}; make one of messages by "
             "engine.tokenizer.encode_chat(messages, add_generation_prompt=True)"
         )
+
+
+_LONG = 10_000  # characters; to tokenise more would block the caller's event loop for milliseconds
+_UNORDERED_OR_BYTES = (bytes, bytearray, memoryview, Set, Mapping)
+
+
+def _is_id(prompt: object) -> bool:
+    """Whether it is a number, of NumPy perhaps, and no array of them."""
+    return isinstance(prompt, SupportsIndex) and not getattr(prompt, "ndim", 0)
 
 
 def _check(params: object) -> None:

@@ -23,6 +23,7 @@ from ...schemas.errors import (
     DeadlineExceeded,
     InvalidRequest,
     Overloaded,
+    Refusal,
     StorageFull,
     StreamFull,
 )
@@ -106,6 +107,15 @@ class Validate(Stage):
         return self._preparers.idle
 
     async def handle(self, delivery: Delivery) -> None:
+        try:
+            await self._accept(delivery)
+        except Refusal:
+            request, tenant, bridge, _ = endings.addresses(delivery.message)[0]
+            if await self.pipe.broker.last(EVENTS, self.pipe.subjects.events(tenant, bridge, request)) is None:
+                raise
+            # A repetition, and whatever is wrong with it, the request goes on.
+
+    async def _accept(self, delivery: Delivery) -> None:
         message = delivery.message
         priority, tenant = self._lane(message)
         job = self._decode(message)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.engine import (
@@ -66,6 +67,9 @@ def test_a_list_of_prompts_gives_a_list(echo: InferenceEngine) -> None:
     assert [output.text for output in echo.generate(["a", "bc"], GenerationParams())] == ["a", "bc"]
     assert [output.text for output in echo.generate([[97], [98, 99]], GenerationParams())] == ["a", "bc"]
     assert echo.generate([97, 98], GenerationParams()).text == "ab"
+    assert echo.generate([*np.array([97, 98])], GenerationParams()).text == "ab"
+    rows: list[Any] = [*np.array([[97, 98], [98, 99]])]
+    assert [output.text for output in echo.generate(rows, GenerationParams())] == ["ab", "bc"]
     assert echo.generate([], GenerationParams()) == []
 
 
@@ -76,6 +80,8 @@ def test_a_list_of_prompts_gives_a_list(echo: InferenceEngine) -> None:
         ({"role": "user"}, GenerationParams(), "a prompt must be text, token ids or an ImageText, not dict"),
         ([[1, 2.5]], GenerationParams(), "not list of float and int"),
         (b"Hi", GenerationParams(), "not bytes"),
+        (bytearray(b"Hi"), GenerationParams(), "not bytearray"),
+        ({97, 98}, GenerationParams(), "not set"),
         (None, GenerationParams(), "not NoneType"),
         ("Hi", {"max_tokens": 1}, r"params must be GenerationParams, not dict; write GenerationParams\(max_tokens"),
     ],

@@ -109,3 +109,13 @@ def test_a_stream_stage_without_the_filters_does_not_start(start: Start, nats_ur
     assert "mask is not here: name its file too, as in `penstock stage FILE.py:Class`" in bare.output
     light = start("stage", "validate", environment=environment)
     light.wait_for("running")
+
+
+def test_a_stage_that_no_request_passes_does_not_start(start: Start, nats_url: str) -> None:
+    block = f"{MASK.with_name('blocklist.py')}:Blocklist"
+    idle = start("stage", block, environment={"PENSTOCK_NATS_URL": nats_url})
+    assert idle.wait() == 2
+    assert "the stage blocklist is not in the pipeline validate,queue,batch,infer,stream; name it there" in idle.output
+    double = start("stage", block, block, environment={"PENSTOCK_NATS_URL": nats_url})
+    assert double.wait() == 2
+    assert "the stage blocklist is named twice; start a process for each copy" in double.output

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import uuid
 
 import pytest
 from memory_pipeline import MODEL, Pipeline, validated
 
-from penstock.schemas.errors import BrokerUnavailable, StreamFull
+from penstock.schemas.errors import BrokerUnavailable, InvalidRequest, StreamFull
 from penstock.schemas.events import FINAL, Accepted, Done, Event, Expired, Failed, Token
 from penstock.schemas.jobs import InferenceBatch, Job
 from penstock.schemas.wire import codec
 from penstock.stages.validate.stage import LONG, MAX_MISADDRESSED, Validate
 from penstock.streams.memory.broker import MemoryBroker
-from penstock.streams.port import DEADLINE, MESSAGE_ID, Headers, Message, Published
+from penstock.streams.port import DEADLINE, MESSAGE_ID, SCHEMA, Headers, Message, Published
 
 
 def job() -> Job:
@@ -82,6 +83,53 @@ def test_the_client_of_a_job_in_another_encoding_hears_what_is_wrong(
     assert isinstance(failed, Failed)
     assert (failed.error.status, failed.error.code) == (400, "malformed_job")
     assert failed.error.message == f"The job is malformed: it is not in {fault}; send it in UTF-8."
+
+
+async def first_end(pipeline: Pipeline, where: str, data: bytes, headers: Headers) -> Event:
+    """What is heard at `where` of a job of the tenant "default"."""
+    heard: asyncio.Queue[Event] = asyncio.Queue()
+    broker, subjects = pipeline.pipe.broker, pipeline.pipe.subjects
+    listening = await broker.listen(where, lambda message: heard.put_nowait(codec.decode_event(message.data)))
+    await broker.publish(subjects.jobs("normal", "default"), data, message_id="", headers=headers)
+    event = await heard.get()
+    await listening.close()
+    return event
+
+
+@pytest.mark.parametrize("own", [{}, {"jobs": [{"id": "theirs", "bridge": "b", "tenant": "other"}]}])
+def test_a_malformed_job_ends_no_request_of_another_tenant(pipeline: Pipeline, own: dict[str, object]) -> None:
+    broker, subjects = pipeline.pipe.broker, pipeline.pipe.subjects
+    data = json.dumps({"id": "theirs", "bridge": "b", "tenant": "other", **own}).encode()
+    failed = pipeline.runner.run(first_end(pipeline, subjects.events("default", "b", "theirs"), data, {}))
+    assert isinstance(failed, Failed)
+    assert failed.error.code == "malformed_job"
+    assert pipeline.runner.run(broker.last("EVENTS", subjects.events("other", "b", "theirs"))) is None
+
+
+def test_a_job_that_says_it_is_something_else_hears_so(pipeline: Pipeline) -> None:
+    given = job()
+    where = pipeline.pipe.subjects.events("default", "default", str(given.id))
+    failed = pipeline.runner.run(first_end(pipeline, where, codec.encode(given), {SCHEMA: codec.OUTPUTS}))
+    assert isinstance(failed, Failed)
+    assert failed.error.message == f"The job is malformed: expected schema {codec.JOB}, got {codec.OUTPUTS}."
+
+
+def test_a_malformed_repetition_does_not_end_the_request(pipeline: Pipeline) -> None:
+    pipe, name = pipeline.pipe, uuid.uuid4().hex
+    subject, data = pipe.subjects.jobs("normal", "default"), json.dumps({"id": name, "bridge": "b"}).encode()
+
+    class Repetition:
+        message = Message(subject, data, {}, 1)
+        attempt = 1
+
+    async def scene() -> None:
+        validate = Validate(pipe)
+        with pytest.raises(InvalidRequest, match="body: Field required"):
+            await validate.handle(Repetition())  # type: ignore[arg-type]
+        await pipe.open(Accepted(name, MODEL, 0, 1), tenant="default", bridge="b")
+        await validate.handle(Repetition())  # type: ignore[arg-type]
+
+    pipeline.runner.run(scene())
 
 
 @pytest.mark.parametrize("lane", ["normal.default.high.other", "normal.default.other"])

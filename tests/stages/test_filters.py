@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
@@ -74,6 +75,10 @@ class Full(Filter):
             raise InvalidRequest("No questions.", code="content_policy")
         if "!" in token.text:
             raise KeyError(token.text)
+        if "^" in token.text:
+            sys.exit(3)
+        if "~" in token.text:
+            raise asyncio.CancelledError
         head, stop, _ = token.text.partition(".")
         return replace(token, text=head + stop, finish_reason="content_filter" if stop else token.finish_reason)
 
@@ -278,6 +283,14 @@ def test_a_bug_in_a_filter_ends_the_request_and_tells_nothing_of_it(
     out = capsys.readouterr().out
     assert "KeyError" in out and "test_filters.py:" in out
     assert "secret" not in out
+
+
+@pytest.mark.parametrize("prompt", ["a^b", "a~b"])
+def test_a_filter_that_would_end_its_process_ends_the_request(filtered: Pipeline, prompt: str) -> None:
+    failed = ask(filtered, prompt)[-1]
+    assert isinstance(failed, Failed)
+    assert (failed.error.status, failed.error.message) == (500, "The filter full failed.")
+    assert isinstance(ask(filtered, "a.")[-1], Done)
 
 
 def test_vectors_pass_no_filter(filtered: Pipeline) -> None:

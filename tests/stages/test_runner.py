@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -58,6 +59,19 @@ class Odd(JobStage):
                 raise Transient("not yet", delay=0.0)
             case "wait long and crash" if Odd.attempts < 61:
                 raise Transient("not yet", delay=0.0) if Odd.attempts < 60 else ZeroDivisionError()
+            case "leave":
+                sys.exit(3)
+            case "cancel":
+                asyncio.get_running_loop().call_soon((inner := asyncio.ensure_future(asyncio.Event().wait())).cancel)
+                await inner
+            case "nothing":
+                return None  # type: ignore[return-value]
+            case "rename":
+                return job.model_copy(update={"id": "other", "tenant": "other"})
+            case "misspell":
+                return job.model_copy(update={"params": job.params.model_copy(update={"temprature": 1.0})})
+            case "freeze":
+                return job.model_copy(update={"params": job.params.model_copy(update={"temperature": -1.0})})
         return job
 
 
@@ -123,6 +137,45 @@ def test_a_job_that_cannot_be_handled_is_buried_and_its_client_told(
     logged = capsys.readouterr()
     assert "ZeroDivisionError" in logged.out + logged.err
     assert "secret words" not in logged.out + logged.err
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ("leave", "process raised SystemExit"),
+        ("cancel", "process raised CancelledError"),
+        ("nothing", "process returned a NoneType, not a ValidatedJob"),
+        ("rename", "process changed id, tenant, by which the request is known"),
+        ("misspell", "process set temprature, which a job does not have"),
+        (
+            "freeze",
+            "process returned a job that is not valid: params.temperature: Input should be greater than or equal to 0",
+        ),
+    ],
+)
+def test_a_stage_that_breaks_its_contract_is_named_and_goes_on(odd: Pipeline, prompt: str, reason: str) -> None:
+    (failed,) = odd.ask(BODY | {"prompt": prompt})
+    assert isinstance(failed, Failed)
+    assert (failed.error.status, failed.error.message) == (500, "The request failed in the stage odd and was given up.")
+    assert [letter.headers["Penstock-Dead-Reason"] for letter in dead(odd)] == [reason]
+    assert Odd.attempts == 2
+    assert isinstance(odd.ask(BODY)[-1], Done)
+
+
+def test_a_stage_whose_process_is_no_coroutine_is_told_so() -> None:
+    class Blunt(JobStage):
+        name = "odd"
+
+        def process(self, job: ValidatedJob) -> ValidatedJob:  # type: ignore[override]
+            return job
+
+    with asyncio.Runner() as runner:
+        pipeline = runner.run(Pipeline.start(Blunt, pipeline=PIPELINE, max_attempts=1))
+        pipeline.runner = runner
+        assert isinstance(pipeline.ask(BODY)[-1], Failed)
+        (letter,) = dead(pipeline)
+        runner.run(pipeline.stop())
+    assert letter.headers["Penstock-Dead-Reason"] == "process is no coroutine function: define it with async def"
 
 
 def test_deliveries_are_no_failures(odd: Pipeline) -> None:

@@ -107,7 +107,13 @@ async def test_a_gap_is_told(pipeline: Pipeline) -> None:
 
 @pytest.mark.parametrize(
     ("data", "fault"),
-    [(b"what?", "malformed"), (b'{"after": -1}', "after"), (b'{"wait": 61}', "wait"), (b'{"since": 3}', "since")],
+    [
+        (b"what?", "malformed"),
+        (b'{"after": -1}', "after"),
+        (b'{"after": 9223372036854775808}', "after"),  # more than any sequence
+        (b'{"wait": 61}', "wait"),
+        (b'{"since": 3}', "since"),
+    ],
 )
 async def test_a_question_that_cannot_be_answered_says_why(pipeline: Pipeline, data: bytes, fault: str) -> None:
     error = (await ask(pipeline, "r1", data))["error"]
