@@ -116,6 +116,7 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings, ImageSettings):
     batch_concurrency: int = Field(128, ge=1, description="Requests of one batch that wait or run at the same time.")
     default_timeout: float = Field(600.0, gt=0, description="Deadline of a request that names none.")
     keepalive_interval: float = Field(15.0, gt=0, description="Silence on a stream after which a keep-alive is sent.")
+    stop_delay: float = Field(0.0, ge=0, description="How long a bridge still serves after a stop signal, unready.")
     drain_timeout: float = Field(30.0, ge=0, description="How long running requests may continue after a stop signal.")
     state_dir: Path = Field(
         default_factory=lambda: Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "penstock",

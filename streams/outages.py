@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
+from itertools import count
 from typing import TypeVar
 
 import structlog
@@ -18,13 +19,18 @@ Result = TypeVar("Result")
 
 
 async def through_outages(call: Callable[[], Awaitable[Result]], target: object) -> Result:
-    """Await `call()` until it raises no `Transient`, however long that takes; `target` names its subject in the log."""
-    while True:
+    """Await `call()` until it raises no `Transient`, however long that takes; `target` names its subject in the log.
+
+    Thousands of requests may wait for the broker at once: each is logged less and less often.
+    """
+    for attempt in count(1):
         try:
             return await call()
         except Transient as error:
-            log.warning("broker unavailable, retrying", target=str(target), reason=str(error))
+            if attempt.bit_count() == 1:  # 1, 2, 4, 8, …
+                log.warning("broker unavailable, retrying", target=str(target), attempt=attempt, reason=str(error))
             await asyncio.sleep(RETRY_PAUSE)
+    raise AssertionError("unreachable")
 
 
 @contextlib.contextmanager

@@ -39,7 +39,8 @@ class Bridge:
     ) -> None:
         """Without a `tracer`, the client's trace is passed on as it is."""
         self.name = name or f"b{secrets.token_hex(8)}"
-        self.draining = False  # set by drain
+        self.stopping = False  # not ready any more, and connections are to end; set by drain
+        self.draining = False  # new requests are refused; set by drain
         self.last_answer = self.last_failure = time.monotonic()  # when the newest token and failure came
         self._tracer = tracer
         self.broker = broker
@@ -132,8 +133,12 @@ class Bridge:
         reading.look_back()
         return reading
 
-    async def drain(self, patience: float) -> None:
-        """Refuse new requests and wait for open ones to end; refuse those still open after `patience` seconds."""
+    async def drain(self, patience: float, delay: float = 0.0) -> None:
+        """Serve on for `delay` seconds, unready, until load balancers have turned away; then refuse new requests, wait
+        for open ones to end, and refuse those still open after `patience` seconds."""
+        self.stopping = True
+        if delay:
+            await asyncio.sleep(delay)
         self.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience):

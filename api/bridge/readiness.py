@@ -28,7 +28,7 @@ class Readiness:
     def answer(self) -> dict[str, Any]:
         """The `status`, what is `missing`, the `fault`, the number of `workers`, and their `slow_paths`."""
         settings, registry = self._settings, self._registry
-        if self._bridge.draining:
+        if self._bridge.stopping:
             return {"status": "stopping"}
         absent = registry.missing(settings.pipeline) if self._broker.connected else ["broker"]
         if "stream" not in absent:  # which runs only while every filter does

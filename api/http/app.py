@@ -141,6 +141,7 @@ def _add_middleware(app: FastAPI, settings: Settings, bridge: Bridge) -> None:
     if settings.cors_origins:
         app.add_middleware(SharedOrigins, origins=settings.cors_origins, exposed=EXPOSED)
     app.add_middleware(_RequestIds)
+    app.add_middleware(_Leaving, bridge=bridge)
     app.add_middleware(Ignored)
     app.add_middleware(AccessLog, lines=settings.access_log)
     complete(app, keys=keys)
@@ -159,6 +160,22 @@ class _RequestIds:
             await send(message)
 
         await self.app(scope, receive, named if scope["type"] == "http" else send)
+
+
+class _Leaving:
+    """ASGI middleware: while the bridge stops, each answer ends its connection, and the next request goes elsewhere."""
+
+    def __init__(self, app: ASGIApp, bridge: Bridge) -> None:
+        self.app = app
+        self._bridge = bridge
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def last(message: Message) -> None:
+            if message["type"] == "http.response.start" and self._bridge.stopping:
+                MutableHeaders(scope=message)["connection"] = "close"
+            await send(message)
+
+        await self.app(scope, receive, last)
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -46,7 +46,7 @@ async def serve_http(
     beside: Beside | None = None,
 ) -> None:
     """Serve HTTP, and with it what is `beside`, until `stopping`, then drain: until open requests have ended or
-    `drain_timeout` has passed."""
+    `drain_timeout` has passed. Both begin `stop_delay` later, for which `/health/ready` alone says so."""
     settings = settings.model_copy(update={"max_connections": _room_for(settings.max_connections)})
     bridge = Bridge(broker, subjects, tracer=tracer)
     await bridge.start()
@@ -77,7 +77,8 @@ async def serve_http(
     async def stop() -> None:
         await stopping.wait()
         batches.cancel()  # another process takes them over
-        await bridge.drain(settings.drain_timeout)  # meanwhile new requests get a 503 instead of a reset connection
+        # While it drains, new requests get a 503 instead of a reset connection.
+        await bridge.drain(settings.drain_timeout, settings.stop_delay)
         server.should_exit = True
 
     stopper = asyncio.create_task(stop())

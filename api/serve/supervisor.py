@@ -81,7 +81,7 @@ class Supervisor:
         self._loaded = loaded
         self._entries = entries
         self._settings = loaded.settings
-        self._keeper = ProcessKeeper(loaded.settings.drain_timeout)
+        self._keeper = ProcessKeeper(loaded.settings.stop_delay + loaded.settings.drain_timeout)
 
     async def run(self) -> None:
         settings, keeper = self._settings, self._keeper

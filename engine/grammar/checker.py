@@ -11,6 +11,7 @@ import sys
 import threading
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
+from contextvars import Context
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -64,7 +65,8 @@ class GrammarChecker:
             if self._num_waiting >= _MAX_WAITING:
                 raise Overloaded("Too many grammars wait to be checked.", retry_after=self._time_limit)
             self._num_waiting += 1
-            self._verdicts[key] = asyncio.create_task(self._judge(job))
+            # A task keeps its context: that of the caller would keep the request, too, as long as the verdict.
+            self._verdicts[key] = asyncio.create_task(self._judge(job), context=Context())
             self._verdicts[key].add_done_callback(lambda task: self._settle(key, task))
         self._verdicts.move_to_end(key)
         # The caller may be cancelled; the child's answer has to be read all the same.

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     Mask = NDArray[np.int32]
     """One bit a token of the vocabulary, lowest bit first; set: the token may come next."""
 
-_CACHE_BYTES = 256 << 20  # of compiled grammars; the least recently used go first
+_CACHE_BYTES = 256 << 20  # of compiled grammars; then all are forgotten
+_COUNTED = 3  # xgrammar counts a third of the memory that grammars take
 _MAX_MASK_SECONDS = 0.02  # of CPU time; a mask of 150,000 tokens takes 0.0002
 _MAX_FORCED_SECONDS = 0.001  # that a mask may take where those behind it are made ahead
 _MAX_FORCED_TOKENS = 32  # that are looked ahead for what has to come
@@ -59,12 +60,13 @@ class GrammarCompiler:
     def __init__(self, tokenizer: TokenizerLike, *, cache_bytes: int = _CACHE_BYTES) -> None:
         self._tokenizer = tokenizer
         self._cache_bytes = cache_bytes
-        self._lock = threading.Lock()  # guards `_xgrammar`
+        self._lock = threading.Lock()  # guards the next two
+        self._vocabulary: Any = None  # xgrammar's
         self._xgrammar: Any = None
-        self._texts: list[bytes] = []  # of each token; set by `_make`
+        self._texts: list[bytes] = []  # of each token; set by `_read_vocabulary`
         self._permitted = lru_cache(maxsize=16)(self._permit)
         self._free_tokens = lru_cache(maxsize=16)(self._find_free_tokens)
-        self._ends: Mask  # of the end tokens; set by `_make`
+        self._ends: Mask  # of the end tokens; set by `_read_vocabulary`
 
     def matcher(self, params: GenerationParams) -> Matcher | None:
         """A fresh matcher for `params.grammar`, if there is one. Raises as `compile` does."""
@@ -117,12 +119,20 @@ class GrammarCompiler:
         return Matcher(GrammarMatcher(compiled), permitted, self._ends, self._texts, tokens, bounded=bounded)
 
     def _compiler(self) -> Any:
+        """xgrammar's compiler, an empty one where the cache is full.
+
+        Its own limit forgets parts that are shared before the grammars that hold them, and then counts neither.
+        """
         with self._lock:
-            if self._xgrammar is None:
-                self._xgrammar = self._make()
+            if self._xgrammar is not None and self._xgrammar.get_cache_size_bytes() * _COUNTED <= self._cache_bytes:
+                return self._xgrammar
+            self._vocabulary = self._vocabulary or self._read_vocabulary()
+            from xgrammar import GrammarCompiler as Compiler
+
+            self._xgrammar = Compiler(self._vocabulary, max_threads=1, cache_enabled=self._cache_bytes > 0)
             return self._xgrammar
 
-    def _make(self) -> Any:
+    def _read_vocabulary(self) -> Any:
         if not isinstance(self._tokenizer, Tokenizer) or not self._tokenizer.eos_token_ids:
             raise InvalidRequest(
                 "answers with a grammar need a Hugging Face tokenizer with an end token",
@@ -138,9 +148,7 @@ class GrammarCompiler:
         )
         self._texts = vocabulary.decoded_vocab
         self._ends = _bits(self._tokenizer.eos_token_ids, self._tokenizer.vocabulary_size)
-        return xgrammar.GrammarCompiler(
-            vocabulary, max_threads=1, cache_enabled=self._cache_bytes > 0, cache_limit_bytes=self._cache_bytes
-        )
+        return vocabulary
 
     def _permit(self, kind: str, visible: frozenset[int]) -> Mask:
         """All tokens but those forbidden, and special tokens that the text does not show: no grammar sees them."""

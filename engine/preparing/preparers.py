@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
+from contextvars import Context
 from typing import NamedTuple, Self
 
 from ...schemas.registry import ModelCard
@@ -53,7 +54,8 @@ class PreparerCache:
     def start(self, key: PreparerKey) -> asyncio.Task[Preparer]:
         """Begin to load, unless that has begun before."""
         if key not in self._loads:
-            self._loads[key] = asyncio.create_task(self._load(key))
+            # In a context of its own: a task keeps the context, and what the caller has in it.
+            self._loads[key] = asyncio.create_task(self._load(key), context=Context())
         return self._loads[key]
 
     def keep(self, cards: Collection[ModelCard], *more: PreparerKey) -> None:

@@ -1,9 +1,11 @@
-"""nginx before a bridge, with the file of `deploy/proxy`: what comes through it is what the bridge says."""
+"""nginx and haproxy before bridges, with the files of `deploy/proxy`: what comes through is what the bridge says."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import socket
 import ssl
 import subprocess
@@ -15,7 +17,7 @@ import psutil
 import pytest
 import trustme
 from pages import ROOT
-from serving import Serve, Served, until
+from serving import Serve, Served, serving, until
 
 HOST = "llm.example.org"
 MAIN = """
@@ -132,3 +134,47 @@ def test_half_an_answer_is_not_whole_behind_nginx_with_its_defaults(served: Serv
                     list(lines)
         finally:
             nginx.terminate()
+
+
+@pytest.fixture
+def staying(tmp_path: Path) -> Iterator[Served]:
+    """Another server, behind the same proxy."""
+    with serving(tmp_path / "staying", "--backend", "echo", "--cors-origins", f"https://{HOST}") as served:
+        yield served
+
+
+@pytest.mark.skipif(not shutil.which("haproxy"), reason="needs haproxy")
+def test_a_bridge_behind_haproxy_stops_without_a_failed_request(serve: Serve, staying: Served, tmp_path: Path) -> None:
+    leaving = serve("--backend", "echo", "--cors-origins", f"https://{HOST}", "--stop-delay", "4")
+    authority = trustme.CA()
+    authority.issue_cert(HOST, "127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "both.pem"))
+    trusted = ssl.create_default_context()
+    authority.configure_trust(trusted)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    configuration = (ROOT / "deploy" / "proxy" / "haproxy.cfg").read_text("utf-8")
+    line = configuration.splitlines()[-1]
+    lines = [line.replace("127.0.0.1:8000", one.url.removeprefix("http://")) for one in (leaving, staying)]
+    for own, here in (
+        ("bind :443", f"bind 127.0.0.1:{port}"),
+        ("/etc/haproxy/certs/llm.example.org.pem", str(tmp_path / "both.pem")),
+        (line, lines[0] + "\n" + lines[1].replace("bridge-1", "bridge-2")),
+    ):
+        assert own in configuration
+        configuration = configuration.replace(own, here)
+    (tmp_path / "haproxy.cfg").write_text(configuration)
+    body = {"model": "echo", "prompt": "Once", "stream": True}
+    with subprocess.Popen(["haproxy", "-f", str(tmp_path / "haproxy.cfg")], stderr=subprocess.DEVNULL) as haproxy:
+        try:
+            until(lambda: haproxy.poll() is None and _listens(port))
+            address = f"https://127.0.0.1:{port}"
+            with httpx2.Client(base_url=address, verify=trusted, timeout=60, trust_env=False) as client:
+                client.headers["host"] = HOST
+                os.kill(leaving.process.pid, signal.SIGTERM)
+                while leaving.process.alive:
+                    with client.stream("POST", "/v1/completions", json=body) as stream:
+                        assert stream.status_code == 200, stream.read()
+                        assert _text(stream.iter_lines()) == "Once"
+                assert client.get("/v1/models").status_code == 200
+        finally:
+            haproxy.terminate()

@@ -7,8 +7,11 @@ that a client may leave a response unread.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import ipaddress
 import socket
+import sys
+import termios
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -34,6 +37,7 @@ LINGER = 2.0  # seconds that a refused client has to read the error
 MOST_IGNORED = 1 << 18  # bytes that a refused client may still send meanwhile
 MAX_PIPELINED = 16  # requests that one connection may send ahead
 WARNING_INTERVAL = 10.0  # seconds
+LEAST_READ = 1 << 16  # bytes that a client reads in `write_timeout` at least, of an answer that waits for it
 WATCH_INTERVAL = 0.25  # seconds between looks whether a client that sends nothing more has left
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -224,7 +228,7 @@ class Connection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread = self.loop.call_later(self._settings.write_timeout, self.transport.abort)
+        self._await_reader()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -282,9 +286,30 @@ class Connection(HttpToolsProtocol):
 
     def _end(self) -> None:
         """Close once the client has read what was written; abort after `write_timeout`."""
-        self._cancel(self._timer, self._unread)
+        self._cancel(self._timer)
         self.transport.close()
-        self._unread = self.loop.call_later(self._settings.write_timeout, self.transport.abort)
+        self._await_reader()
+
+    def _await_reader(self) -> None:
+        self._cancel(self._unread)
+        self._unread = self.loop.call_later(self._settings.write_timeout, self._check_reader, self._unsent())
+
+    def _check_reader(self, before: int) -> None:
+        """Abort if the client has hardly read anything since `before` bytes were unsent; a slow one may take longer."""
+        left = self._unsent()
+        if before - left < min(LEAST_READ, before) or not before:
+            self.transport.abort()
+        else:
+            self._await_reader()
+
+    def _unsent(self) -> int:
+        """Bytes that wait for the client, here and in the system's buffer, where the system says how many."""
+        waiting = self.transport.get_write_buffer_size()
+        try:
+            queued = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+        except (OSError, ValueError):  # macOS tells only of terminals
+            return waiting
+        return waiting + int.from_bytes(queued, sys.byteorder)
 
     @staticmethod
     def _cancel(*timers: asyncio.TimerHandle | None) -> None:

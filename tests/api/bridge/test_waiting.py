@@ -210,6 +210,22 @@ async def test_a_server_that_stops_says_so_and_waits_for_what_is_open() -> None:
     await draining
 
 
+async def test_a_server_that_is_to_stop_serves_on_until_load_balancers_know() -> None:
+    """Each answer ends its connection meanwhile, so that the next request comes on one to another server."""
+    script = await Script.start()
+    assert "connection" not in (await ask(script.app, "GET", "/v1/models")).headers
+    draining = asyncio.create_task(script.bridge.drain(60.0, delay=1e9))
+    await asyncio.sleep(0)  # it begins
+    health = await ask(script.app, "GET", "/health/ready")
+    assert (health.status, health.body) == (503, b'{"status":"stopping"}')
+    asking = asyncio.create_task(ask(script.app, "POST", COMPLETIONS, BODY))
+    await script.tell([ACCEPTED, TOKEN, DONE], await script.job())
+    answer = await asking
+    assert answer.status == 200 and answer.body.endswith(b"data: [DONE]\n\n")
+    assert answer.headers["connection"] == "close"
+    draining.cancel()
+
+
 @pytest.mark.parametrize(("headers", "cancels"), [({}, 1), ({"Penstock-Resumable": "true"}, 0)])
 async def test_what_outlasts_the_drain_is_told_where_it_is(headers: dict[str, str], cancels: int) -> None:
     script = await Script.start()

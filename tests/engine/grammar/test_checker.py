@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import shutil
 import signal
+import weakref
 from collections.abc import AsyncIterator, Callable
+from contextvars import ContextVar
 from pathlib import Path
 
 import psutil
@@ -121,6 +124,25 @@ async def test_who_leaves_harms_nobody(checker: GrammarChecker, model: str) -> N
     assert "parenthesis" in await fault_of(checker, BAD, model)
     await checker.check(GOOD, model, "paged", param="p")
     assert len(children()) == 1
+
+
+async def test_a_verdict_keeps_nothing_of_its_request(checker: GrammarChecker, model: str) -> None:
+    """Thousands of verdicts are remembered, and the requests they were made for may have megabytes each."""
+
+    class Request:
+        pass
+
+    current = ContextVar[Request]("current")
+
+    async def ask() -> weakref.ref[Request]:
+        current.set(request := Request())
+        await checker.check(GOOD, model, "paged", param="p")
+        return weakref.ref(request)
+
+    kept = await asyncio.create_task(ask())
+    await asyncio.sleep(0)  # the loop forgets the task
+    gc.collect()
+    assert kept() is None
 
 
 async def test_it_starts_ahead_of_the_first_grammar(checker: GrammarChecker, model: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import psutil
 import pytest
 import torch
 from json_schemas import BY_HAND, generate
@@ -266,7 +267,15 @@ def test_special_tokens_are_shown_and_allowed_only_on_demand(llama: InferenceEng
 
 
 def test_grammars_are_remembered_up_to_a_bound(llama: InferenceEngine) -> None:
-    compiler = GrammarCompiler(llama.tokenizer, cache_bytes=200_000)
-    for place in range(30):
-        compiler.compile(regex(f"[a-z]{{3}}{place}"))
-    assert 0 < compiler._compiler().get_cache_size_bytes() <= 300_000
+    compiler = GrammarCompiler(llama.tokenizer, cache_bytes=8 << 20)
+
+    def memory_after(numbers: range) -> int:
+        for number in numbers:
+            names = [f"p{number}_{place}" for place in range(60)]
+            schema = {"type": "object", "properties": {name: {"type": "integer"} for name in names}}
+            compiler.compile(Grammar(kind="json_schema", text=json.dumps(schema)))
+        return int(psutil.Process().memory_info().rss)
+
+    full = memory_after(range(60))
+    assert memory_after(range(60, 360)) - full < 40 << 20
+    assert compiler._compiler().get_cache_size_bytes() > 0

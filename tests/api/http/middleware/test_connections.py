@@ -277,6 +277,24 @@ async def test_an_answer_that_nobody_reads_does_not_hold_its_connection(connecti
         assert (await wire.response()).status == 200
 
 
+async def test_a_client_that_reads_slowly_gets_all_of_a_large_answer() -> None:
+    """It takes longer than a client may leave an answer unread."""
+    async with Server.run(write_timeout=0.5) as server:
+        client, loop = server.socket(receive_buffer=1 << 16), asyncio.get_running_loop()
+        await loop.sock_sendall(client, request("POST", "/v1/completions", {"model": "echo", "prompt": "x"}))
+        job = await server.script.job()
+        said = [token(place, "y" * 500_000) for place in range(40)]
+        said[-1] = replace(said[-1], finish_reason="stop")
+        await server.script.tell([Accepted("", "echo", 1, 1), *said, Done("", ("stop",), Usage(1, 1, 2))], job)
+        began, num_read = loop.time(), 0
+        while num_read < 20_000_000:
+            piece = await loop.sock_recv(client, 1 << 16)
+            assert piece, f"cut after {num_read} bytes"
+            num_read += piece.count(b"y")
+            await asyncio.sleep(0.002)  # a slow line
+        assert loop.time() - began > 0.5, "too fast to tell"
+
+
 async def test_connections_are_refused_before_there_are_no_files_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the system allows few, and no more may be had: others were closed without an answer."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
