@@ -26,7 +26,7 @@ from penstock.api.bench.report import milliseconds
 from penstock.api.bench.server import served_models
 
 ROWS, PROMPTS, CONTEXTS = "1,4,16", "32,128,256", (64, 256)
-SERVED = ("--concurrency", "1,4,16", "--input-tokens", "64", "--output-tokens", "64")
+SERVED = ("--concurrency", "1,4,16", "--requests", "32", "--input-tokens", "64", "--output-tokens", "64")
 CACHE = "1GiB"
 
 
