@@ -118,6 +118,8 @@ asyncio.new_event_loop().run_until_complete(cell())
 def test_a_forked_process_has_no_engine_and_hears_so() -> None:
     """Whoever held a lock at the fork, the engine's own thread perhaps, does not release it in the child."""
     script = """
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, since Python 3.12
 engine = InferenceEngine(CONFIG)
 holds, may_go = threading.Event(), threading.Event()
 
