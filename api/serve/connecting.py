@@ -43,6 +43,11 @@ async def connected(settings: Settings, name: str, *, patient: bool = False) -> 
             )
             break
         except BrokerAway as error:
+            if not patient and settings.nats_url is None:
+                raise BrokerAway(
+                    f"no broker: the `penstock serve` with the state directory {settings.state_dir} does not answer; "
+                    "it starts, or it was killed: start it again"
+                ) from error
             if not patient:
                 raise
             log.warning("waiting for the broker", reason=str(error), delay=delay)

@@ -408,6 +408,7 @@ def test_a_state_directory_in_use_is_told_at_once(echo_server: Served, start: St
         (["stage", "nonsense"], "no stage is called nonsense"),
         (["stage", "infer"], "penstock worker MODEL"),
         (["submit", "hello"], "no broker"),
+        (["submit", "hello", "--state-dir", "KILLED"], "it was killed: start it again"),
         (["serve", "--backend", "echo", "--dtype", "int3"], "dtype (--dtype)"),
         (["worker", "--backend", "echo", "--id", "a b"], "--id 'a b'"),
     ],
@@ -422,7 +423,10 @@ def test_bad_input_is_told_with_exit_code_2(
         (broken / file.name).write_bytes(file.read_bytes())
     (broken / "model.safetensors").write_bytes(b"these are no weights")
     (tmp_path / "bad.toml").write_text("port = = 1")
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / "nats-url").write_text("nats://127.0.0.1:1")
     places = {"EMPTY": tmp_path / "empty", "BROKEN": broken, "BAD_TOML": tmp_path / "bad.toml"}
+    places["KILLED"] = tmp_path / "killed"
     process = start(
         *(str(places.get(argument, argument)) for argument in arguments),
         environment={"PENSTOCK_STATE_DIR": str(tmp_path / "state"), "PENSTOCK_PORT": "0"},
