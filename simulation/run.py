@@ -38,6 +38,7 @@ from .worker import HOST, Shape, SimulatedWorker
 BRIDGE = "simulation"
 SETTLING = 60.0  # seconds behind the last deadline, after which what has not ended never will
 STAGES: tuple[type[Stage], ...] = (Validate, Queue, Batch, Stream)
+_COLLECT = 1_000_000  # new objects between two garbage collections: requests leave no cycles, and many live objects
 
 
 class Moment(NamedTuple):
@@ -79,15 +80,14 @@ def simulate(
 
     Raises what ends a stage, `Stuck` where nothing goes on.
     """
-    collects = gc.isenabled()
-    gc.disable()  # requests leave no cycles, and looking for some among a million objects takes a second each time
+    thresholds = gc.get_threshold()
+    gc.set_threshold(_COLLECT, 20, 1000)
     try:
         with asyncio.Runner(loop_factory=VirtualLoop) as runner:
             simulation = Simulation(loaded, tell, stages)
             return runner.run(simulation.run())
     finally:
-        if collects:
-            gc.enable()
+        gc.set_threshold(*thresholds)
 
 
 class Simulation:

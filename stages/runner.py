@@ -177,14 +177,17 @@ class Runner:
         except Refusal as refusal:
             visit.failed(refusal.code or refusal.type)
             await self._refuse(delivery, refusal)
+            _let_go(refusal)
         except NotYet as error:
             await delivery.nak(error.delay)
+            _let_go(error)
         except Transient as error:
             metrics.RETRIES.labels(self._stage.name).inc()
             visit.failed("retry")
             named = _named(delivery)
             log.warning("will retry", stage=self._stage.name, message=named, reason=str(error), delay=error.delay)
             await delivery.nak(error.delay)
+            _let_go(error)
         except asyncio.CancelledError:
             await delivery.nak()
             raise
@@ -244,3 +247,9 @@ class Runner:
 def _named(delivery: Delivery) -> str:
     """The id of a message, for the log: its tenant and request, in most stages."""
     return delivery.message.headers.get(MESSAGE_ID, "")[:_LONGEST]
+
+
+def _let_go(error: Exception) -> None:
+    """Of its frames, which hold the message: a stage may have the error in a future that they hold, too, and all of
+    them would stay until garbage is collected."""
+    error.__traceback__ = None

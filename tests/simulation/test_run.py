@@ -99,6 +99,26 @@ def test_the_laws_hold_at_the_rate_of_a_hundred_workers_of_whom_ten_die() -> Non
     assert sum(cycles[1:]) < 2000  # those that began leave some, and those that died
 
 
+def test_requests_that_wait_for_their_turn_leave_no_cycles_either() -> None:
+    """In a process that runs for long, they would hold their bodies until garbage is collected."""
+    cycles: list[int] = []
+    loaded = parse_scenario(
+        SCENARIO
+        | {
+            "jobs": 1500,
+            "workers": [WORKERS | {"count": 2}],
+            "tenants": [ADA | {"rate": 2000.0, "name": name} for name in ("ada", "bob")],
+        }
+    )
+    gc.disable()
+    try:
+        found = simulate(loaded, lambda moment: cycles.append(gc.collect()))
+    finally:
+        gc.enable()
+    assert max(moment.waiting for moment in found.moments) > 200
+    assert sum(cycles) < 1000
+
+
 def test_a_worker_that_is_cut_off_to_the_end_holds_nothing_up() -> None:
     found = run(events=[{"at": 0.5, "cut": 1, "lasts": 100.0}])
     assert found.ledger.broken == []
