@@ -140,42 +140,30 @@ def _add_middleware(app: FastAPI, settings: Settings, bridge: Bridge) -> None:
     app.add_middleware(Failures)
     if settings.cors_origins:
         app.add_middleware(SharedOrigins, origins=settings.cors_origins, exposed=EXPOSED)
-    app.add_middleware(_RequestIds)
-    app.add_middleware(_Leaving, bridge=bridge)
+    app.add_middleware(_Heads, bridge=bridge)
     app.add_middleware(Ignored)
     app.add_middleware(AccessLog, lines=settings.access_log)
     complete(app, keys=keys)
 
 
-class _RequestIds:
-    """ASGI middleware: every response has an `x-request-id` that Penstock made; a client cannot choose it."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).setdefault("x-request-id", f"req-{uuid.uuid4().hex}")
-            await send(message)
-
-        await self.app(scope, receive, named if scope["type"] == "http" else send)
-
-
-class _Leaving:
-    """ASGI middleware: while the bridge stops, each answer ends its connection, and the next request goes elsewhere."""
+class _Heads:
+    """ASGI middleware: every response has an `x-request-id` that Penstock made; a client cannot choose it. While the
+    bridge stops, each ends its connection, and the next request goes elsewhere."""
 
     def __init__(self, app: ASGIApp, bridge: Bridge) -> None:
         self.app = app
         self._bridge = bridge
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def last(message: Message) -> None:
-            if message["type"] == "http.response.start" and self._bridge.stopping:
-                MutableHeaders(scope=message)["connection"] = "close"
+        async def completed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers.setdefault("x-request-id", f"req-{uuid.uuid4().hex}")
+                if self._bridge.stopping:
+                    headers["connection"] = "close"
             await send(message)
 
-        await self.app(scope, receive, last)
+        await self.app(scope, receive, completed if scope["type"] == "http" else send)
 
 
 def _add_error_handlers(app: FastAPI) -> None:
