@@ -91,7 +91,8 @@ async def first_end(pipeline: Pipeline, where: str, data: bytes, headers: Header
     broker, subjects = pipeline.pipe.broker, pipeline.pipe.subjects
     listening = await broker.listen(where, lambda message: heard.put_nowait(codec.decode_event(message.data)))
     await broker.publish(subjects.jobs("normal", "default"), data, message_id="", headers=headers)
-    event = await heard.get()
+    async with asyncio.timeout(30):  # what goes to somebody else is never heard here
+        event = await heard.get()
     await listening.close()
     return event
 
