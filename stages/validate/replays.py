@@ -123,17 +123,33 @@ class Replays:
         return stored
 
     async def _stored(self, subject: str, after: int) -> list[Message]:
-        """The stored events behind the one of sequence `after`. Raises `GenerationFailed` if some of them are gone."""
+        """The stored events behind the one of sequence `after`.
+
+        Raises `GenerationFailed` if some of them are gone, and `InvalidRequest` if all are there but that one.
+        """
         async with self._reading:
             # The oldest leave the stream first, so where the one before is stored, all that follow are.
             found = await self._broker.replay(EVENTS, subject, max(0, after - 1))
-        if after and (not found or found[0].sequence != after):
+            if after and found and found[0].sequence == after:
+                return found[1:]
+            whole = await self._broker.replay(EVENTS, subject) if after else found
+        if not (_begins(whole, after) if whole else not after):
             raise GenerationFailed("Part of the answer is no longer stored; send the request again.")
-        if not after and found:
-            first = codec.decode_event(found[0].data)
-            if isinstance(first, Token | ItemEvent | Turn) and first.index:
-                raise GenerationFailed("Part of the answer is no longer stored; send the request again.")
-        return found[1:] if after else found
+        if after:
+            raise InvalidRequest(
+                f"after is {after}, which is no event of this request: its first is {whole[0].sequence}, its newest"
+                f" {whole[-1].sequence}. Ask with the sequence of an event that you have, or 0.",
+                param="after",
+            )
+        return found
+
+
+def _begins(stored: list[Message], after: int) -> bool:
+    """Whether these events are all that a request has, not those alone that are left of those from `after` on."""
+    first = codec.decode_event(stored[0].data)
+    return (not after or stored[0].sequence < after) and not (
+        isinstance(first, Token | ItemEvent | Turn) and first.index
+    )
 
 
 def _page(stored: list[Message], most: int) -> bytes:

@@ -28,6 +28,7 @@ _MEMORY = "512MiB"  # soft limit, above which the server collects garbage more o
 _START_TIMEOUT = 30.0  # seconds; reading a large store takes a while
 _STOP_TIMEOUT = 10.0  # seconds between SIGTERM and SIGKILL
 _POLL = 0.01
+_MOST_LOG = 16 << 20  # bytes, above which the log begins anew, and the old one becomes nats-server.log.1
 _LOG_TAIL = 3  # lines of the log that an error message shows
 _write_error = re.compile(
     rb"no space left on device|disk quota exceeded|input/output error|read-only file system"
@@ -129,6 +130,7 @@ class EmbeddedServer:
             log.seek(self._read_to)
             self._has_failed |= _write_error(told := log.read()) is not None
             self._read_to += len(told)
+            self._shorten_log()
         return self._has_failed and self._has_room()
 
     async def wait(self) -> int:
@@ -183,6 +185,8 @@ class EmbeddedServer:
         try:
             ports.mkdir()
             config = self._write_config(ports)
+            with contextlib.suppress(OSError):  # there is none yet, or it stays as long as it is where the disk is full
+                self._shorten_log()
             log = (self._state / "nats-server.log").open("ab")
         except OSError as error:
             raise _unusable(self._state, error) from error
@@ -223,6 +227,14 @@ class EmbeddedServer:
                 if self._process.returncode is not None:
                     raise self._failure(f"ended with status {self._process.returncode}") from None
             await asyncio.sleep(_POLL)
+
+    def _shorten_log(self) -> None:
+        """nats-server goes on writing to the same file, at its end."""
+        path = self._state / "nats-server.log"
+        if path.stat().st_size > _MOST_LOG:
+            shutil.copyfile(path, path.with_name("nats-server.log.1"))
+            os.truncate(path, 0)
+            self._read_to = 0
 
     def _failure(self, what: str) -> StartupError:
         path = self._state / "nats-server.log"

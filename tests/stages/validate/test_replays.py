@@ -92,6 +92,17 @@ async def test_there_is_nothing_of_what_nobody_published_nor_behind_the_end(pipe
     assert await ask(pipeline, "r1", tenant="bob") == {"events": []}
 
 
+async def test_a_sequence_that_no_event_has_is_told_as_such(pipeline: Pipeline) -> None:
+    for request in ("r1", "r2"):
+        await publish(pipeline, request)
+        await read(pipeline, request)
+    sequences = [one["sequence"] for one in (await ask(pipeline, "r2"))["events"]]
+    for after in (sequences[-1] + 1, 2**40):
+        error = (await ask(pipeline, "r2", after=after, wait=0.01))["error"]
+        assert (error["status"], error["param"]) == (400, "after")
+        assert f"its first is {sequences[0]}, its newest {sequences[-1]}" in error["message"]
+
+
 async def test_a_gap_is_told(pipeline: Pipeline) -> None:
     events: list[Event] = [Accepted("r1", MODEL, 0, 1), *(Token("r1", 0, index, (index,), "x") for index in range(3))]
     for number, event in enumerate(events):

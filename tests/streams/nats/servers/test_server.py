@@ -15,6 +15,7 @@ import pytest
 
 from penstock.schemas.errors import StartupError
 from penstock.streams.nats.broker import JetStreamBroker
+from penstock.streams.nats.servers import server as server_module
 from penstock.streams.nats.servers.server import EmbeddedServer
 from penstock.streams.port import BucketSpec, StreamSpec
 
@@ -100,6 +101,25 @@ async def test_secrets_are_the_owners(own_server: EmbeddedServer, tmp_path: Path
     assert token in config.read_text()
     assert token not in (tmp_path / "state" / "nats-server.log").read_text()
     assert token not in command_line(own_server.pid)
+
+
+async def test_the_log_begins_anew_once_it_is_long(
+    own_server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "_MOST_LOG", 100)
+    log = tmp_path / "state" / "nats-server.log"
+    before = log.read_text()
+    assert len(before) > 100
+    assert not own_server.is_stuck()
+    assert log.with_name("nats-server.log.1").read_text() == before
+    os.kill(own_server.pid, signal.SIGKILL)
+    await own_server.wait()
+    await own_server.restart()
+    assert "Server is ready" in log.read_text()
+    assert not own_server.is_stuck()
+    with log.open("ab") as file:
+        file.write(b"[1] [ERR] write /x/msgs/1.blk: no space left on device\n")
+    assert own_server.is_stuck(), "what is written after that is read"
 
 
 async def test_only_this_machine_reaches_it(own_server: EmbeddedServer) -> None:
