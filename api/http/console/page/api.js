@@ -18,12 +18,13 @@ export function setKey(value) {
   else sessionStorage.removeItem(KEY);
 }
 
-// The response of a request; raises `Refused` for an error, and a `TypeError` while the server is away.
+// The response of a request whose path begins behind that of the page, as a proxy may have put both below another one;
+// raises `Refused` for an error, and a `TypeError` while the server is away.
 export async function ask(path, { method = "GET", body, headers = {}, signal } = {}) {
   const all = { ...headers };
   if (key()) all.authorization = `Bearer ${key()}`;
   if (body !== undefined) all["content-type"] = "application/json";
-  const response = await fetch(path, {
+  const response = await fetch(new URL(`.${path}`, document.baseURI), {
     method, headers: all, signal, body: body === undefined ? undefined : JSON.stringify(body), cache: "no-store",
   });
   if (!response.ok) throw new Refused(response.status, await reason(response));

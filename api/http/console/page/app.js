@@ -46,7 +46,7 @@ function draw() {
   document.title = `${panel.title} · Penstock`;
   render(app,
     h("nav", { class: "side", "aria-label": "Panels" },
-      h("a", { class: "brand", href: "#/", title: "Penstock" }, h("img", { src: "/console/icon.svg", alt: "", width: 28, height: 28 }),
+      h("a", { class: "brand", href: "#/", title: "Penstock" }, h("img", { src: "console/icon.svg", alt: "", width: 28, height: 28 }),
         h("span", {}, "Penstock")),
       h("ul", {}, PANELS.map((each) => entry(each, each === panel))),
       h("p", { class: "version" }, feed.state.server ? `Version ${feed.state.server.version}` : "")),

@@ -220,3 +220,24 @@ def test_it_asks_for_a_key_and_takes_no_other(browser: Browser, served: Served) 
         page.get_by_role("dialog").get_by_role("button", name="Save").click()
         expect(page.locator(".status")).to_have_text(status)
     context.close()
+
+
+def test_it_works_below_another_path(browser: Browser, served: Served) -> None:
+    """As behind a proxy that passes on what comes for /llm/, without /llm."""
+    context = browser.new_context(viewport=WIDE)
+    context.route(
+        lambda url: url.startswith(served.url),
+        lambda route: (
+            route.continue_(url=route.request.url.replace("/llm/", "/"))
+            if "/llm/" in route.request.url
+            else route.abort()
+        ),
+    )
+    page = context.new_page()
+    page.goto(f"{served.url}/llm/")
+    page.get_by_role("button", name="Enter a key").click()
+    page.get_by_role("dialog").get_by_label("Key").fill(ADMIN)
+    page.get_by_role("dialog").get_by_role("button", name="Save").click()
+    expect(page.locator(".status")).to_have_text("Live")
+    page.locator(".brand img").evaluate("image => image.decode()")  # which fails unless it was found
+    context.close()
