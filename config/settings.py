@@ -164,7 +164,7 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings, ImageSettings):
         description="Requests of one tenant that may wait in each priority, before 429; no limit by default.",
     )
     infer_limit: int = Field(
-        10_000, ge=1, description="Batches on their way to workers; further ones wait in their lanes."
+        10_000, ge=1, description="Requests that may run at the same time, on all workers; more wait in their lanes."
     )
     tools_limit: int = Field(10_000, ge=1, description="Steps of responses that may wait; more are refused with 503.")
     batches_limit: int = Field(10_000, ge=1, description="Batches that may wait or run; more are refused with 503.")

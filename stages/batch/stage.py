@@ -26,7 +26,7 @@ from ...streams.port import SCHEMA, Delivery, Message
 from ...streams.topology import lanes_of
 from .. import endings
 from ..contract import Intake, JobStage, Pipe
-from ..visits import CURRENT, trace_dispatch
+from ..visits import CURRENT
 from .consuming import consume_lanes
 from .dead_workers import Reclaimer, visit_after
 from .fleet import Fleet
@@ -35,6 +35,7 @@ from .news import WaitingNews
 from .refusals import refuse_unloaded
 from .scheduling import Strategy
 from .seats import Seats
+from .sending import Sender
 from .shares import SeatShares
 from .strategies import STRATEGIES
 from .usage import cost_of
@@ -44,6 +45,7 @@ from .workers import Workers
 log = structlog.get_logger(__name__)
 
 TICK = 1.0  # seconds between two reports of positions to clients, and checks of silent workers
+FULL_PAUSE = 0.1  # seconds until another try while too many requests run
 LOOK_PAUSE = 0.1  # seconds; the least between two looks for workers that are not known
 RESUMED = -(1 << 60)  # added to the sequences of jobs that ran already: they go before those that wait
 
@@ -68,6 +70,7 @@ class Batch(JobStage):
         self._windows = LaneWindows(pipe, self.concurrency)
         self._news = WaitingNews(pipe)
         self._workers = Workers(pipe.registry, uuid.uuid4().hex[:12], pipe.settings.weights)
+        self._sender = Sender(pipe, self._workers.copy)
         self._changed = asyncio.Event()  # a job has come, or room
         self._unknown = asyncio.Event()  # a worker that the registry does not know has reported its room
         self._leaving = False  # set by leave
@@ -99,7 +102,7 @@ class Batch(JobStage):
                     await self._pause(window)
                 for key, lanes in list(self._lanes.items()):  # more may come meanwhile
                     while found := self._gather(key, lanes):
-                        await self._send(*found)
+                        await self._send(lanes, *found)
 
     async def _meet(self) -> None:
         """Look for the card of a worker as soon as it reports its room: requests may be waiting for it."""
@@ -250,41 +253,15 @@ class Batch(JobStage):
     def _has_room(self, waiting: Waiting, card: WorkerCard, seats: Seats) -> bool:
         return seats.free_for(waiting.job) >= card.seats_of(waiting.job)
 
-    async def _send(self, worker: WorkerCard, seats: Seats, chosen: list[Waiting]) -> None:
-        """Publish the jobs of a batch and settle their deliveries, for good or bad."""
-        id, oldest = uuid.uuid4().hex, seats.oldest
-        metrics.BATCH_SIZE.observe(len(chosen))
-        metrics.SEATS_SENT.inc(sum(worker.seats_of(waiting.job) for waiting in chosen))
-        trace_dispatch(self.pipe.tracer, worker.id, [waiting.visit for waiting in chosen])
-        sending = [self._send_one(id, worker, seats, waiting, oldest, len(chosen)) for waiting in chosen]
-        await (sending[0] if len(sending) == 1 else asyncio.gather(*sending))  # a task takes a turn of the event loop
-
-    async def _send_one(
-        self, id: str, worker: WorkerCard, seats: Seats, waiting: Waiting, oldest: int, size: int
-    ) -> None:
-        batch = InferenceBatch(
-            id=id,
-            worker=worker.id,
-            jobs=(waiting.job,),
-            incarnation=worker.incarnation,
-            epochs=(waiting.epoch,),
-            sender=self._workers.copy,
-            number=waiting.number,
-            oldest=oldest,
-        )
-        subject, name = self.pipe.subjects.infer(worker.id), f"{waiting.job.tenant}.{waiting.job.id}.{id}"
-        headers = {SCHEMA: codec.BATCH, **waiting.headers(self.pipe.now(), worker.id, size)}
-        try:
-            stored = await self.pipe.broker.publish(subject, codec.encode(batch), message_id=name, headers=headers)
-        except Exception as error:
-            seats.lose(waiting.number)
-            if not waiting.sent.done():
-                waiting.sent.set_exception(error)
-            return
-        if (sent := seats.in_flight.get(waiting.number)) is not None:  # else the worker was faster
-            sent.sequence = stored.sequence
-        if not waiting.sent.done():
-            waiting.sent.set_result(True)
+    async def _send(self, lanes: Lanes, worker: WorkerCard, seats: Seats, chosen: list[Waiting]) -> None:
+        """What INFER has no room for waits at its place, and all others behind it."""
+        if left := await self._sender.send(worker, seats, chosen):
+            for waiting in left:
+                if self._leaving:
+                    waiting.sent.set_exception(_leaving())
+                else:
+                    lanes.push(waiting)
+            await asyncio.sleep(FULL_PAUSE)
 
     async def _tick(self) -> None:
         while True:

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from listed_candidates import Listed
 from memory_pipeline import validated
+from structlog.testing import capture_logs
 
 from penstock.config.settings import Settings
 from penstock.schemas.events import Failed
@@ -23,6 +25,7 @@ from penstock.schemas.params import GenerationParams
 from penstock.schemas.registry import Admission, ModelCard, Room, WorkerCard
 from penstock.schemas.wire import codec
 from penstock.stages import Pipe, Runner, Stage
+from penstock.stages.batch import stage as batch_stage
 from penstock.stages.batch.scheduling import Candidate, LeastLoaded, MemoryAware, RoundRobin
 from penstock.stages.batch.stage import Batch
 from penstock.stages.batch.strategies import STRATEGIES
@@ -33,7 +36,7 @@ from penstock.streams.lanes import open_lanes
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.port import NEXT, SCHEMA, Message
 from penstock.streams.stores.registry import Registry
-from penstock.streams.topology import Subjects, lane_of, topology
+from penstock.streams.topology import INFER, Subjects, lane_of, topology
 
 EXAMPLES = settings(max_examples=100, deadline=None)
 JOB = ValidatedJob(
@@ -336,6 +339,28 @@ async def test_whose_turn_it_is_keeps_the_others_back_but_no_high_one_from_its_r
         await tell_room(pipe, free=3, free_high=4)  # the urgent one is still on its way
         await until(lambda: len(seen) == 2)
         assert [job.id for job in seen[1].jobs] == ["large"]
+
+
+async def test_what_infer_has_no_room_for_waits_at_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where more requests run than `infer_limit`: whatever is urgent still goes first once one has ended."""
+    monkeypatch.setattr(batch_stage, "FULL_PAUSE", 0.01)
+    async with alone(Batch) as pipe:
+        infer = next(one for one in topology(pipe.subjects.root, ())[0] if one.name == INFER)
+        await pipe.broker.reconfigure([replace(infer, max_bytes=1)], [])
+        await tell_room(pipe, free=4, free_high=4)
+        with capture_logs() as logs:
+            await submit(pipe, "batch", "small", "low")
+            await until(lambda: logs)
+            await submit(pipe, "batch", "urgent", "high")
+            await submit(pipe, "batch", "usual")
+            await asyncio.sleep(0.05)  # some more tries
+            await pipe.broker.reconfigure([infer], [])
+            async with asyncio.timeout(10):
+                while len(stored := await pipe.broker.replay(INFER, pipe.subjects.infer("w0"))) < 3:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        batches = [codec.decode_model(InferenceBatch, message.data, codec.BATCH) for message in stored]
+        assert [job.id for batch in batches for job in batch.jobs] == ["urgent", "usual", "small"]
+        assert [entry["event"] for entry in logs] == ["too many requests run"]
 
 
 async def test_a_lane_that_fills_up_is_closed_before_the_next_regular_look() -> None:
