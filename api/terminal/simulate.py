@@ -18,6 +18,7 @@ from ...schemas.errors import Fatal
 from .options import fatal_errors
 
 LOOK = 0.2  # seconds between two changes of the progress
+LINE = 60.0  # seconds between two lines of it, where no terminal shows it
 
 
 def simulate(
@@ -54,13 +55,16 @@ def simulate(
         total, told = loaded.scenario.jobs, began
         with _bar() as bar:
             task = bar.add_task("simulating", total=total or loaded.scenario.seconds, news="")
+            look = LOOK if bar.console.is_terminal else LINE
 
             def tell(moment: Moment) -> None:
                 nonlocal told
-                if time.monotonic() - told >= LOOK:
+                if time.monotonic() - told >= look:
                     told = time.monotonic()
                     news = f"{moment.at:,.0f} s, {moment.ended:,} of {moment.sent:,} requests, {moment.waiting:,} wait"
                     bar.update(task, completed=moment.ended if total else moment.at, news=news)
+                    if look == LINE:
+                        bar.console.print(f"simulated {news}", highlight=False, soft_wrap=True)
 
             found = run(loaded, tell)
         figures = document(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -262,3 +263,17 @@ def test_a_broken_law_fails_the_command(tmp_path: Path) -> None:
     )
     assert done.returncode == 1, done.stderr
     assert "no token after" in done.stderr
+
+
+def test_a_log_shows_how_far_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "scenario.toml"
+    file.write_text('seconds = 4\nworkers = [{ count = 1 }]\ntenants = [{ name = "ada", rate = 10 }]\n')
+    often = (
+        "from penstock.api.terminal import simulate; simulate.LINE = 0.0; from penstock.__main__ import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", often, "simulate", str(file)], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(r"^simulated (\d+) s, \d+ of \d+ requests, \d+ wait$", done.stderr, re.MULTILINE)
+    assert len(lines) >= 3 and lines == sorted(lines)
