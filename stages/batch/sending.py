@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
 
 import structlog
@@ -18,6 +19,8 @@ from ..visits import trace_dispatch
 from .lanes import Waiting
 from .seats import Seats
 
+_SILENCE = 60.0  # seconds, at least, between two warnings that too many requests run
+
 log = structlog.get_logger(__name__)
 
 
@@ -26,7 +29,7 @@ class Sender:
         """`copy` names this copy of the stage to workers."""
         self._pipe = pipe
         self._copy = copy
-        self._is_full = False  # INFER, when a message was published last
+        self._told = -math.inf  # loop time of the last warning that INFER is full
 
     async def send(self, worker: WorkerCard, seats: Seats, chosen: list[Waiting]) -> list[Waiting]:
         """Publish the jobs and settle their deliveries, for good or bad; returns those for which INFER has no room."""
@@ -69,7 +72,6 @@ class Sender:
             if not waiting.sent.done():
                 waiting.sent.set_exception(error)
             return False
-        self._is_full = False
         if (sent := seats.in_flight.get(waiting.number)) is not None:  # else the worker was faster
             sent.sequence = stored.sequence
         if not waiting.sent.done():
@@ -77,8 +79,9 @@ class Sender:
         return False
 
     def _note(self, error: StreamFull) -> None:
-        """Once, until there is room again."""
-        if not self._is_full:
+        """Now and then: it may be full most of the time."""
+        now = asyncio.get_running_loop().time()
+        if now - self._told >= _SILENCE:
+            self._told = now
             hint = "workers have room, but infer_limit lets no more requests run; raise it"
             log.warning("too many requests run", reason=str(error), hint=hint)
-        self._is_full = True
