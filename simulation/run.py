@@ -120,7 +120,7 @@ class Simulation:
             for group in self._scenario.workers:
                 for _ in range(group.count):
                     self._start(group)
-            await self._broker.listen(self._pipe.subjects.events_of(BRIDGE), self._hear)
+            self._broker.watch("EVENTS", self._hear)
             await asyncio.sleep(2 * self._settings.heartbeat_interval)  # until all are known
             self._origin = self._found.began = loop.time()
             background = [asyncio.create_task(self._watch())]

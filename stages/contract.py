@@ -53,7 +53,7 @@ from .visits import headers_until
 
 _IDENTITY = ("id", "tenant", "bridge", "priority", "endpoint", "created")
 SETTLED = 5.0  # seconds after which a start is over, and what only some requests need is loaded ahead of them
-MOST_TRAILS = 30_000  # one that is forgotten and needed again is read
+LEAST_TRAILS = 30_000  # that are kept; one that is forgotten and needed again is read
 
 
 class Intake(Protocol):
@@ -170,7 +170,7 @@ class Pipe:
             raise GenerationFailed("Part of the answer is no longer stored; send the request again.")
         self.trails[subject] = trail
         self.trails.move_to_end(subject)
-        if len(self.trails) > MOST_TRAILS:
+        if len(self.trails) > max(LEAST_TRAILS, 3 * self.settings.infer_limit):
             self.trails.popitem(last=False)
         return trail.over
 

@@ -43,7 +43,7 @@ from .transcript import Transcript
 from .visits import CURRENT
 
 TOKENS = 5  # of the subject of outputs
-MOST_PUBLISHERS = 10_000  # one that is forgotten and needed again is rebuilt
+LEAST_PUBLISHERS = 10_000  # that are kept; one that is forgotten and needed again is rebuilt
 
 
 class Stream(Stage):
@@ -87,7 +87,7 @@ class Stream(Stage):
         if publisher is None:
             partition = int(message.subject.split(".")[-3])
             publisher = self._publishers[message.subject] = EventPublisher(self.pipe, partition, self._filters)
-            if len(self._publishers) > MOST_PUBLISHERS:
+            if len(self._publishers) > max(LEAST_PUBLISHERS, self.pipe.settings.infer_limit):  # so many run at once
                 self._publishers.popitem(last=False)
         self._publishers.move_to_end(message.subject)
         await publisher.publish(outputs, message)

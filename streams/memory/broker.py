@@ -90,6 +90,11 @@ class MemoryBroker:
             self._buckets[bucket.name].spec = bucket
         self._by_head.clear()
 
+    def watch(self, stream: str, callback: Callable[[Message], None]) -> None:
+        """Have `callback` called with each message of a stream once it is stored, and not with those that are refused
+        or stored already, which listeners hear as well."""
+        self._find(stream).watcher = callback
+
     async def remove(self, stream: str) -> None:
         self._streams.pop(stream.upper(), None)
         self._by_head.clear()

@@ -35,6 +35,7 @@ class MemoryStream:
         self._seen_at: deque[float] = deque()  # and when each was stored
         self._of_subject: defaultdict[str, dict[int, None]] = defaultdict(dict)  # sequences, oldest first
         self._bytes = 0
+        self.watcher: Callable[[Message], None] | None = None  # hears of each message that is stored
         self._adopt(spec)
 
     def check(self, spec: StreamSpec) -> None:
@@ -75,7 +76,8 @@ class MemoryStream:
         self.last += 1
         now = self._clock()
         data = bytes(memoryview(data))  # a copy, since what orjson writes may hold ten times the memory of its text
-        self._messages[self.last] = _Stored(Message(subject, data, headers, self.last, self._now()), now, size)
+        message = Message(subject, data, headers, self.last, self._now())
+        self._messages[self.last] = _Stored(message, now, size)
         self._of_subject[subject][self.last] = None
         self._ids[message_id] = self.last
         self._seen.append(message_id)
@@ -83,6 +85,8 @@ class MemoryStream:
         self._bytes += size
         if self.spec.discard == "old":
             self._drop_oldest(subject)
+        if self.watcher is not None:
+            self.watcher(message)
         return Published(self.last, False)
 
     def get(self, sequence: int) -> Message | None:
