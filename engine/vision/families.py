@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ...schemas.errors import ModelLoadError
+from .anyres import NEXT_SIZES, ONEVISION_SIZES, write_next, write_onevision
 from .tiling import TilingProcessor, write_tiles
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # files with the settings of an image processor
@@ -43,7 +44,8 @@ class Family(NamedTuple):
     picture has at least and at most so many pixels. `settings` are those of the processor of a checkpoint without a
     file for it. `may_be_blind`: a checkpoint without an image processor is one of its language model. `prepares` makes
     the image processor of a model's directory where transformers has none for Pillow. `narrows`: the tower takes pixels
-    in the dtype of its weights alone."""
+    in the dtype of its weights alone. `by_count`: a picture is prepared in another way where a prompt has several; the
+    last number of its grid is above 1 there."""
 
     grid: Callable[[Config, Mapping[str, Any]], Grid]
     write: Callable[[Config, Grid, str], str]
@@ -61,6 +63,7 @@ class Family(NamedTuple):
     settings: Callable[[Config], dict[str, Any]] | None = None
     prepares: Callable[[Path], Callable[..., Mapping[str, Any]]] | None = None
     narrows: bool = False
+    by_count: bool = False
 
 
 def family_of(config: Config) -> Family | None:
@@ -85,20 +88,6 @@ def why_blind(config: Config) -> str:
     if "vision_config" in config:
         return f"takes text alone: images are not supported for {kind}, but for {', '.join(sorted(FAMILIES))}"
     return "takes text alone"
-
-
-def completed(config: Config) -> dict[str, Any]:
-    """A config.json with what its text_config leaves to transformers' class, as those of LLaVA and Gemma 3 do."""
-    text = config.get("text_config")
-    if not isinstance(text, dict) or (known := _TEXTS.get(text.get("model_type", ""))) is None:
-        return dict(config)
-    own = {"dtype": config.get("dtype", config.get("torch_dtype"))} if "torch_dtype" not in text else {}
-    whole = own | known | text
-    if period := whole.get("sliding_window_pattern"):
-        kinds = ("sliding_attention", "full_attention")
-        layers = [kinds[not (layer + 1) % period] for layer in range(whole["num_hidden_layers"])]
-        whole["layer_types"] = text.get("layer_types", layers)
-    return {**config, "text_config": whole}
 
 
 def language_model_of(body: Any) -> Any:
@@ -179,6 +168,10 @@ def _write_internvl(config: Config, grid: Grid, mark: str) -> str:
 def _sizes(_: Config, made: Mapping[str, Any]) -> Grid:
     height, width = made["image_sizes"][0]
     return int(height), int(width)
+
+
+def _sizes_and_count(config: Config, made: Mapping[str, Any]) -> Grid:
+    return *_sizes(config, made), int(made["batch_num_images"][0])
 
 
 def _pixtral_patch(config: Config) -> int:
@@ -293,6 +286,21 @@ FAMILIES: dict[str, Family] = {
         settings=_gemma4_settings,
     ),
     "llava": Family(_shape, _write_llava, blocks=("vision_tower.encoder.layers",)),
+    "llava_next": Family(
+        _sizes,
+        write_next,
+        lambda config: {"image_grid_pinpoints": config.get("image_grid_pinpoints") or NEXT_SIZES},
+        blocks=("vision_tower.encoder.layers",),
+        may_be_blind=True,
+    ),
+    "llava_onevision": Family(
+        _sizes_and_count,
+        write_onevision,
+        lambda config: {"image_grid_pinpoints": config.get("image_grid_pinpoints") or ONEVISION_SIZES},
+        blocks=("vision_tower.encoder.layers",),
+        may_be_blind=True,
+        by_count=True,
+    ),
     "idefics3": _TILES,
     "smolvlm": _TILES,
     "lfm2_vl": Family(
@@ -318,31 +326,9 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5": _QWEN._replace(may_be_blind=True),
     "qwen3_5_moe": _QWEN._replace(may_be_blind=True),
 }
-_TEXTS: dict[str, dict[str, Any]] = {
-    "llama": {
-        "vocab_size": 32_000,
-        "hidden_size": 4096,
-        "intermediate_size": 11_008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-    },
-    "gemma3_text": {
-        "vocab_size": 262_208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 131_072,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 6,
-    },
-}
 _TOWERS = {
     *("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector", "embed_vision"),
-    *("projector", "vision_encoder", "vision_projection"),
+    *("projector", "vision_encoder", "vision_projection", "image_newline"),
 }
 HEARING = {"audio_tower", "embed_audio"}
 """Modules' names, too."""

@@ -277,7 +277,8 @@ class Vision:
 
     def _find_blocks(self) -> Blocks | None:
         blocks, *others = [list(_descendants(self._body, name)) for name in self.processor.blocks] or [[]]
-        return Blocks(blocks, [one for more in others for one in more]) if blocks else None
+        layers = getattr(self._body.config, "vision_feature_layer", None)
+        return Blocks(blocks, [one for more in others for one in more], layers) if blocks else None
 
     def _to_device(self, arrays: Arrays) -> dict[str, Tensor]:
         made = {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}

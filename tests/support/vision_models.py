@@ -130,6 +130,40 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         {"text_config": _TEXT | {"model_type": "llama"}, "vision_config": _CLIP, "vision_feature_layer": -2},
         {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 56}, "crop_size": 56},
     ),
+    "llava_next": (
+        ["<image>"],
+        {
+            "text_config": _TEXT | {"model_type": "mistral", "sliding_window": None},
+            "vision_config": _CLIP,
+            "image_grid_pinpoints": [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]],
+        },
+        {
+            "image_processor_type": "LlavaNextImageProcessor",
+            "size": {"shortest_edge": 56},
+            "crop_size": {"height": 56, "width": 56},
+        },
+    ),
+    "granite_vision": (  # which uses several layers of its tower
+        ["<image>"],
+        {
+            "text_config": _TEXT | {"model_type": "granite", "embedding_multiplier": 3.0, "logits_scaling": 2.0},
+            "vision_config": _SIGLIP | {"model_type": "siglip_vision_model", "num_hidden_layers": 4},
+            "vision_feature_layer": [-4, -3, 1, -1],
+            "vision_feature_select_strategy": "full",
+            "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64], [32, 96]],
+        },
+        {"image_processor_type": "LlavaNextImageProcessor", "size": {"height": 32, "width": 32}, "crop_size": 32},
+    ),
+    "llava_onevision": (
+        ["<image>", "<video>"],
+        {
+            "text_config": _TEXT | {"model_type": "qwen2"},
+            "vision_config": _SIGLIP | {"model_type": "siglip_vision_model", "vision_use_head": False},
+            "image_grid_pinpoints": [[32 * rows, 32 * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)],
+            "vision_aspect_ratio": "anyres_max_3",
+        },
+        {"image_processor_type": "LlavaOnevisionImageProcessor", "size": {"height": 32, "width": 32}},
+    ),
     "smolvlm": (
         [
             "<image>",
@@ -404,6 +438,9 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
+KINDS = {"gemma4_e": "gemma4", "granite_vision": "llava_next"}
+"""The model_type of families that are named otherwise here."""
+
 _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}"
@@ -439,11 +476,13 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
         own |= {"boi_token_index": ids[1], "eoi_token_index": ids[2]}
     if family in ("glm4v", "glm4v_moe", "glm46v", "glm_ocr"):
         own |= {"image_start_token_id": ids[1], "image_end_token_id": ids[2], "video_token_id": ids[3]}
-    if family in ("llava", "mistral3"):
+    if family == "llava_onevision":
+        own = {"image_token_index": ids[0], "video_token_index": ids[1]}
+    if family in ("llava", "llava_next", "granite_vision", "mistral3"):
         own = {"image_token_index": ids[0]}
     text = settings["text_config"] | {"eos_token_id": end, "pad_token_id": end}
     parts = {"text_config": text, "vision_config": settings["vision_config"] | dict(tower or {})}
-    config = library.AutoConfig.for_model(family.removesuffix("_e"), **settings | own | parts)
+    config = library.AutoConfig.for_model(KINDS.get(family, family), **settings | own | parts)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = library.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)

@@ -28,7 +28,8 @@ from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 
 from penstock.engine import EngineRequest, GenerationParams
 from penstock.engine.models import read_model_info
-from penstock.engine.vision.families import FAMILIES, completed, family_of, image_token, why_blind
+from penstock.engine.vision.defaults import completed
+from penstock.engine.vision.families import FAMILIES, family_of, image_token, why_blind
 from penstock.engine.vision.images import PromptImage, marks
 from penstock.engine.vision.layout import ImageLayout
 from penstock.engine.vision.sight import load_sight
@@ -221,7 +222,7 @@ def test_prompts_that_see_both_ways_are_not_supported(kind: str) -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"num_hidden_layers": 34, "sliding_window": 1024, "hidden_size": 2560}])
-@pytest.mark.parametrize(("kind", "text"), [("gemma3", "gemma3_text"), ("llava", "llama")])
+@pytest.mark.parametrize(("kind", "text"), [("gemma3", "gemma3_text"), ("llava", "llama"), ("llava_next", "mistral")])
 def test_what_a_config_leaves_out_is_as_in_transformers(
     kind: str, text: str, given: dict[str, Any], tmp_path: Path
 ) -> None:

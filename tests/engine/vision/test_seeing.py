@@ -40,7 +40,11 @@ all_families = pytest.mark.parametrize("family", FAMILIES)
 # And those whose image tokens see each other, one whose layers share keys and have inputs of their own, and two that
 # keep running states.
 some_families = pytest.mark.parametrize(
-    "family", ["llava", "smolvlm", "qwen3_vl", "gemma3", "gemma4", "gemma4_e", "qwen3_5", "lfm2_vl", "lfm3_vl", "glm4v"]
+    "family",
+    [
+        *("llava", "smolvlm", "qwen3_vl", "gemma3", "gemma4", "gemma4_e", "qwen3_5", "lfm2_vl", "lfm3_vl", "glm4v"),
+        "llava_onevision",
+    ],
 )
 
 
@@ -171,6 +175,8 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("lfm3_vl", {"quantization": "int8"}),
         ("llava", {"quantization": "int8"}),
         ("mistral3", {"compile_kernels": False}),
+        ("llava_next", {"quantization": "int8"}),
+        ("llava_onevision", {}),
     ],
 )
 def test_other_numbers_see_as_well(family: str, changes: dict[str, Any], start: Start) -> None:
@@ -264,7 +270,7 @@ def test_gemma_4_shows_more_or_fewer_tokens(start: Start, reference_of: Callable
         assert engine.generate(prompt, GREEDY).token_ids == wanted
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "internvl", "lfm2_vl", "lfm3_vl", "glm4v"])
+@pytest.mark.parametrize("family", ["llava", "llava_next", "qwen2_5_vl", "internvl", "lfm2_vl", "lfm3_vl", "glm4v"])
 def test_pixels_are_bounded(family: str, start: Start) -> None:
     few, many = start(family, max_pixels=56 * 56), start(family)
     prompt = ImageText(f"{few.image_mark} Well?", (picture(160, 90),))
