@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ...schemas.errors import ModelLoadError
 from .anyres import NEXT_SIZES, ONEVISION_SIZES, write_next, write_onevision
+from .bounds import BUDGETS, bounds, budget, frame_bounds
 from .tiling import TilingProcessor, write_tiles
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # files with the settings of an image processor
@@ -45,7 +46,8 @@ class Family(NamedTuple):
     file for it. `may_be_blind`: a checkpoint without an image processor is one of its language model. `prepares` makes
     the image processor of a model's directory where transformers has none for Pillow. `narrows`: the tower takes pixels
     in the dtype of its weights alone. `by_count`: a picture is prepared in another way where a prompt has several; the
-    last number of its grid is above 1 there."""
+    last number of its grid is above 1 there. `mark` is the text by which a prompt says where an image stands, if it is
+    no token."""
 
     grid: Callable[[Config, Mapping[str, Any]], Grid]
     write: Callable[[Config, Grid, str], str]
@@ -64,6 +66,7 @@ class Family(NamedTuple):
     prepares: Callable[[Path], Callable[..., Mapping[str, Any]]] | None = None
     narrows: bool = False
     by_count: bool = False
+    mark: str = ""
 
 
 def family_of(config: Config) -> Family | None:
@@ -127,6 +130,11 @@ def _write_llava(config: Config, grid: Grid, mark: str) -> str:
     return mark * (count - bool(config.get("vision_feature_select_strategy", "default") == "default"))
 
 
+def _write_vipllava(config: Config, grid: Grid, mark: str) -> str:
+    """The first token of the tower is always left out."""
+    return _write_llava({**config, "vision_feature_select_strategy": "default"}, grid, mark)
+
+
 def _rows(_: Config, made: Mapping[str, Any]) -> Grid:
     return int(made["rows"][0][0]), int(made["cols"][0][0])
 
@@ -163,6 +171,16 @@ def _count(_: Config, made: Mapping[str, Any]) -> Grid:
 
 def _write_internvl(config: Config, grid: Grid, mark: str) -> str:
     return f"<img>{mark * int(config.get('image_seq_length', 256)) * grid[0]}</img>"
+
+
+def _write_aya(config: Config, grid: Grid, mark: str) -> str:
+    tower, strategy = _tower(config), config.get("vision_feature_select_strategy", "full")
+    if strategy != "full":
+        raise ModelLoadError(f"config.json has vision_feature_select_strategy {strategy!r}; it must be 'full'")
+    side = _side(tower.get("image_size", 224)) // _side(tower.get("patch_size", 16))
+    tile = mark * (side // int(config.get("downsample_factor", 2))) ** 2
+    tiles = "".join(f"TILE_{index}{tile}" for index in range(1, grid[0]))
+    return f"<|START_OF_IMG|>{tiles}TILE_GLOBAL{tile}<|END_OF_IMG|>"
 
 
 def _sizes(_: Config, made: Mapping[str, Any]) -> Grid:
@@ -212,7 +230,7 @@ def _soft_tokens(_: Config, made: Mapping[str, Any]) -> Grid:
 
 def _mutual_soft_tokens(config: Config) -> int:
     """E2B and E4B see images causally."""
-    return _BUDGETS[-1] if config.get("text_config", {}).get("use_bidirectional_attention") == "vision" else 0
+    return BUDGETS[-1] if config.get("text_config", {}).get("use_bidirectional_attention") == "vision" else 0
 
 
 def _gemma4_settings(config: Config) -> dict[str, Any]:
@@ -221,41 +239,15 @@ def _gemma4_settings(config: Config) -> dict[str, Any]:
     return {"image_processor_type": "Gemma4ImageProcessor", **own}
 
 
-def _budget(processor: Any, fewest: int | None, most: int | None) -> dict[str, Any]:
-    """Each picture is resized to about as many pixels as the most tokens have that may stand for it."""
-    pixels = (processor.patch_size * processor.pooling_kernel_size) ** 2  # of a token
-    found: int = processor.max_soft_tokens
-    if fewest is not None:
-        found = max(found, next((count for count in _BUDGETS if count * pixels >= fewest), _BUDGETS[-1]))
-    if most is not None:
-        found = min(found, max((count for count in _BUDGETS if count * pixels <= most), default=_BUDGETS[0]))
-    return {"max_soft_tokens": found}
-
-
-def _bounds(processor: Any, fewest: int | None, most: int | None) -> dict[str, Any]:
-    """What these call edges are pixels."""
-    if fewest is None and most is None:
-        return {}
-    most = most or processor.size["longest_edge"]
-    return {"size": {"shortest_edge": min(fewest or processor.size["shortest_edge"], most), "longest_edge": most}}
-
-
-def _frame_bounds(processor: Any, fewest: int | None, most: int | None) -> dict[str, Any]:
-    """These count the pixels of all frames that a patch would have in a video."""
-    frames = processor.temporal_patch_size
-    return _bounds(processor, *(None if count is None else count * frames for count in (fewest, most)))
-
-
-_BUDGETS = 70, 140, 280, 560, 1120  # tokens of an image that Gemma 4's processor allows
 _QWEN = Family(
     _patches,
     _write_patches,
     merge=_merge,
     blocks=("visual.blocks", "visual.deepstack_merger_list"),
-    bounded=_bounds,
+    bounded=bounds,
 )
 _PLAIN = _QWEN._replace(merge=lambda _: 0, blocks=("visual.blocks",))  # whose positions are plain
-_GLM = _QWEN._replace(blocks=("visual.blocks",), bounded=_frame_bounds)
+_GLM = _QWEN._replace(blocks=("visual.blocks",), bounded=frame_bounds)
 _TILES = Family(_rows, _write_tiles, lambda _: {"return_row_col_info": True}, is_rigid=True, tiles=1)
 _PIXTRAL = Family(
     _sizes,
@@ -282,9 +274,18 @@ FAMILIES: dict[str, Family] = {
         blocks=("vision_tower.encoder.layers",),
         mutual=_mutual_soft_tokens,
         in_windows=True,
-        bounded=_budget,
+        bounded=budget,
         settings=_gemma4_settings,
     ),
+    "aya_vision": Family(
+        _count,
+        _write_aya,
+        lambda _: {"crop_to_patches": True},
+        tiles=0,
+        may_be_blind=True,
+        mark="<image>",
+    ),
+    "vipllava": Family(_shape, _write_vipllava, blocks=("vision_tower.encoder.layers",), may_be_blind=True),
     "llava": Family(_shape, _write_llava, blocks=("vision_tower.encoder.layers",)),
     "llava_next": Family(
         _sizes,

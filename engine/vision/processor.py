@@ -79,8 +79,8 @@ class VisionProcessor:
         return "token_type_ids" if self.mutual else ""
 
     def mark(self, tokenizer: TokenizerLike) -> str:
-        """The text of the token by which a prompt's text says where its images stand."""
-        return tokenizer.decode([self._place])
+        """The text, mostly of a token, by which a prompt's text says where its images stand."""
+        return self._family.mark or tokenizer.decode([self._place])
 
     def insert(
         self,

@@ -164,6 +164,30 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "LlavaOnevisionImageProcessor", "size": {"height": 32, "width": 32}},
     ),
+    "vipllava": (
+        ["<image>"],
+        {
+            "text_config": _TEXT | {"model_type": "llama"},
+            "vision_config": _CLIP,
+            "vision_feature_layer": [-2, -3, 1],
+        },
+        {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 56}, "crop_size": 56},
+    ),
+    "aya_vision": (  # whose place of an image is no token
+        ["<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>"],
+        {
+            "text_config": _TEXT
+            | {
+                "model_type": "cohere2",
+                "head_dim": 16,
+                "sliding_window": 20,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "tie_word_embeddings": True,
+            },
+            "vision_config": _SIGLIP | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        },
+        {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 32, "width": 32}, "max_patches": 4},
+    ),
     "smolvlm": (
         [
             "<image>",
@@ -464,6 +488,8 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
     tokenizer = tiny_model._train_tokenizer(512)
     tokenizer.add_special_tokens({"additional_special_tokens": marks}, replace_extra_special_tokens=False)
     written = f"<|vision_start|>{marks[0]}<|vision_end|>" if "<|vision_start|>" in marks else marks[family == "gemma3"]
+    if family == "aya_vision":
+        written = "<image>"
     tokenizer.chat_template = _TEMPLATE.replace("MARK", written)
     end = tokenizer.eos_token_id
     ids = tokenizer.convert_tokens_to_ids(marks)
@@ -478,7 +504,7 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
         own |= {"image_start_token_id": ids[1], "image_end_token_id": ids[2], "video_token_id": ids[3]}
     if family == "llava_onevision":
         own = {"image_token_index": ids[0], "video_token_index": ids[1]}
-    if family in ("llava", "llava_next", "granite_vision", "mistral3"):
+    if family in ("llava", "llava_next", "granite_vision", "vipllava", "aya_vision", "mistral3"):
         own = {"image_token_index": ids[0]}
     text = settings["text_config"] | {"eos_token_id": end, "pad_token_id": end}
     parts = {"text_config": text, "vision_config": settings["vision_config"] | dict(tower or {})}

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
+from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
@@ -255,3 +256,32 @@ def test_other_models_take_text_alone(tmp_path: Path) -> None:
     assert read_model_info(tmp_path, "m").sees
     assert load_sight(str(tmp_path), "paged").processor is not None
     assert load_sight(str(tmp_path), "hf").processor is None
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_aya_vision_is_written_as_by_transformers(count: int) -> None:
+    made = {"num_patches": [count]}
+    own = SimpleNamespace(
+        patch_size=28,
+        img_size=364,
+        start_of_img_token="<|START_OF_IMG|>",
+        end_of_img_token="<|END_OF_IMG|>",
+        img_patch_token="*",
+        tile_token="TILE",
+        tile_global_token="TILE_GLOBAL",
+    )
+    theirs: Any = AyaVisionProcessor.replace_image_token
+    tower = {"vision_config": {"model_type": "siglip_vision_model", "image_size": 364, "patch_size": 14}}
+    assert written("aya_vision", tower | {"downsample_factor": 2}, made) == theirs(own, made, 0)
+    with pytest.raises(ModelLoadError, match="vision_feature_select_strategy 'default'; it must be 'full'"):
+        written("aya_vision", tower | {"vision_feature_select_strategy": "default"}, made)
+
+
+def test_vipllava_is_written_as_by_transformers() -> None:
+    """Which leaves the first of the tower's tokens out whatever else its files say."""
+    made = {"pixel_values": np.zeros((1, 3, 336, 336))}
+    own = SimpleNamespace(
+        image_token="*", patch_size=14, num_additional_image_tokens=1, vision_feature_select_strategy="default"
+    )
+    theirs: Any = LlavaProcessor.replace_image_token
+    assert written("vipllava", CLIP | {"vision_feature_select_strategy": "full"}, made) == theirs(own, made, 0)

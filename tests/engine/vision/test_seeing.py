@@ -35,6 +35,11 @@ Tokens = tuple[int, ...]
 Start = Callable[..., InferenceEngine]
 ConfigOf = Callable[..., EngineConfig]
 Truth = Callable[[str], tuple[list[EngineRequest], list[Tokens]]]
+UNCOMPILED = {
+    "lfm3_vl": "Lfm3VlForConditionalGeneration",
+    "glm4v_moe": "Glm4vMoeForConditionalGeneration",
+    "aya_vision": "AyaVisionForConditionalGeneration",
+}
 all_families = pytest.mark.parametrize("family", FAMILIES)
 # One with plain positions, one with tokens between those of an image, one with three dimensions and deepstack.
 # And those whose image tokens see each other, one whose layers share keys and have inputs of their own, and two that
@@ -109,8 +114,7 @@ def test_a_picture_is_seen_as_transformers_sees_it(family: str, start: Start, tr
     assert [output.token_ids for output in again] == wanted[:2]
     for output, request in zip(again, requests[:2], strict=True):
         assert output.stats.cached_tokens == (len(request.prompt) - 1) // 16 * 16
-    if family in ("lfm3_vl", "glm4v_moe"):  # as for text
-        name = "Lfm3VlForConditionalGeneration" if family == "lfm3_vl" else "Glm4vMoeForConditionalGeneration"
+    if name := UNCOMPILED.get(family):  # as for text
         assert engine.model_info().slow_paths == (f"decoding is not compiled: {name} is not a plain decoder",)
     else:
         assert engine.model_info().slow_paths == (), "decoding is compiled, as for text"
@@ -177,6 +181,7 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("mistral3", {"compile_kernels": False}),
         ("llava_next", {"quantization": "int8"}),
         ("llava_onevision", {}),
+        ("aya_vision", {}),
     ],
 )
 def test_other_numbers_see_as_well(family: str, changes: dict[str, Any], start: Start) -> None:
