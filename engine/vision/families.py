@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ...schemas.errors import ModelLoadError
 from .anyres import NEXT_SIZES, ONEVISION_SIZES, write_next, write_onevision
 from .bounds import BUDGETS, bounds, budget, frame_bounds
+from .slices import image_number, slices, write_slices
 from .tiling import TilingProcessor, write_tiles
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # files with the settings of an image processor
@@ -47,7 +48,7 @@ class Family(NamedTuple):
     the image processor of a model's directory where transformers has none for Pillow. `narrows`: the tower takes pixels
     in the dtype of its weights alone. `by_count`: a picture is prepared in another way where a prompt has several; the
     last number of its grid is above 1 there. `mark` is the text by which a prompt says where an image stands, if it is
-    no token."""
+    no token. `numbers` makes the text before an image of its number in the prompt, given the image processor."""
 
     grid: Callable[[Config, Mapping[str, Any]], Grid]
     write: Callable[[Config, Grid, str], str]
@@ -67,6 +68,7 @@ class Family(NamedTuple):
     narrows: bool = False
     by_count: bool = False
     mark: str = ""
+    numbers: Callable[[Any, int], str] | None = None
 
 
 def family_of(config: Config) -> Family | None:
@@ -310,6 +312,14 @@ FAMILIES: dict[str, Family] = {
         tiles=0,
         prepares=TilingProcessor,
     ),
+    "minicpmv4_6": Family(
+        slices,
+        write_slices,
+        lambda config: {"downsample_mode": config.get("downsample_mode", "16x")},
+        blocks=("vision_tower.encoder.layers", "vision_tower.vit_merger"),
+        may_be_blind=True,
+        numbers=image_number,
+    ),
     "internvl": Family(_count, _write_internvl, lambda _: {"crop_to_patches": True}, tiles=0),
     "glm4v": _GLM,
     "glm4v_moe": _GLM,
@@ -329,7 +339,7 @@ FAMILIES: dict[str, Family] = {
 }
 _TOWERS = {
     *("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector", "embed_vision"),
-    *("projector", "vision_encoder", "vision_projection", "image_newline"),
+    *("projector", "vision_encoder", "vision_projection", "image_newline", "merger"),
 }
 HEARING = {"audio_tower", "embed_audio"}
 """Modules' names, too."""

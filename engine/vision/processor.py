@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # light processes do without it
 
 MOST_GRIDS = 4096  # images whose grids are remembered; a chat sends the same ones with every turn
 _MODEL_INPUTS = (
-    *("pixel_values", "pixel_attention_mask", "spatial_shapes"),
+    *("pixel_values", "pixel_attention_mask", "spatial_shapes", "target_sizes"),
     *("image_grid_thw", "image_sizes", "image_position_ids", "batch_num_images"),
 )
 
@@ -103,6 +103,8 @@ class VisionProcessor:
         parts = text.split(mark)
         grids = [self._grid(*one, self._family.by_count and len(given) > 1) for one in given]
         written = [self._family.write(self._config, grid, part) for grid in grids]
+        if self._family.numbers is not None:
+            written = [self._family.numbers(self._images, number) + one for number, one in enumerate(written)]
         counts = [one.count(part) for one in written]
         if sum(counts) >= context_length:
             raise prompt_too_long(

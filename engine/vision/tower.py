@@ -328,13 +328,13 @@ def _rows(features: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def _descendants(module: nn.Module, name: str) -> Iterable[nn.Module]:
-    """The children of a module inside another, in order; none if it is missing."""
+    """The modules of a list inside another, in order, or the one of this name; none if it is missing."""
     for part in name.split("."):
         found = getattr(module, part, None)
         if found is None:
             return ()
         module = found
-    return module.children()
+    return module if isinstance(module, nn.ModuleList) else (module,)
 
 
 def split(model: Any, processor: VisionProcessor) -> LanguageModel:

@@ -188,6 +188,16 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 32, "width": 32}, "max_patches": 4},
     ),
+    "minicpmv4_6": (  # larger images become slices behind the whole; the tower merges windows on its way
+        ["<|image_pad|>", "<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>", "<|video_pad|>"],
+        {
+            "text_config": _TEXT | _HYBRID | {"model_type": "qwen3_5_text"},
+            "vision_config": _SIGLIP | {"num_hidden_layers": 3, "patch_size": 4},
+            "insert_layer_id": 0,
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "MiniCPMV4_6ImageProcessor", "scale_resolution": 32, "patch_size": 4},
+    ),
     "smolvlm": (
         [
             "<image>",
@@ -494,7 +504,9 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
     end = tokenizer.eos_token_id
     ids = tokenizer.convert_tokens_to_ids(marks)
     own = {"image_token_id": ids[0]}
-    if "<|video_pad|>" in marks:
+    if family == "minicpmv4_6":
+        own |= {"video_token_id": ids[-1]}
+    elif "<|video_pad|>" in marks:
         own |= {"vision_start_token_id": ids[1], "vision_end_token_id": ids[2], "video_token_id": ids[3]}
     if family in ("gemma4", "gemma4_e"):
         own |= {"boi_token_id": ids[1], "eoi_token_id": ids[2], "video_token_id": ids[3], "audio_token_id": ids[4]}

@@ -23,6 +23,7 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.lighton_ocr.processing_lighton_ocr import LightOnOcrProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
@@ -285,3 +286,25 @@ def test_vipllava_is_written_as_by_transformers() -> None:
     )
     theirs: Any = LlavaProcessor.replace_image_token
     assert written("vipllava", CLIP | {"vision_feature_select_strategy": "full"}, made) == theirs(own, made, 0)
+
+
+@pytest.mark.parametrize("mode", ["16x", "4x"])
+@pytest.mark.parametrize("grid", [(0, 0), (1, 2), (3, 2)])
+def test_minicpm_is_written_as_by_transformers(grid: tuple[int, int], mode: str) -> None:
+    sizes = [(8, 12), *[(4, 8)] * (grid[0] * grid[1])]
+    made = {"grids": [grid], "target_sizes": np.array(sizes), "num_patches_per_image": [len(sizes)]}
+    marks = {"image_start": "<image>", "image_end": "</image>", "slice_start": "<slice>", "slice_end": "</slice>"}
+    own = SimpleNamespace(image_token="*", slice_mode=True, **{f"{name}_token": mark for name, mark in marks.items()})
+    theirs: Any = MiniCPMV4_6Processor.replace_image_token
+    wanted = theirs(own, made, 0, image_token_divisor=4 if mode == "4x" else 16)
+    assert written("minicpmv4_6", {"downsample_mode": mode}, made) == wanted
+
+
+def test_images_of_minicpm_are_numbered_as_by_transformers() -> None:
+    own = SimpleNamespace(image_id_start_token="<image_id>", image_id_end_token="</image_id>")
+    theirs: Any = MiniCPMV4_6Processor._prepend_local_ids
+    numbers = FAMILIES["minicpmv4_6"].numbers
+    assert numbers is not None
+    found = [numbers(SimpleNamespace(use_image_id=True), number) + text for number, text in enumerate("ab")]
+    assert found == theirs(own, ["One * and * another."], ["a", "b"], "*")
+    assert numbers(SimpleNamespace(use_image_id=False), 1) == ""

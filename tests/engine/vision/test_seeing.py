@@ -182,6 +182,7 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("llava_next", {"quantization": "int8"}),
         ("llava_onevision", {}),
         ("aya_vision", {}),
+        ("minicpmv4_6", {}),
     ],
 )
 def test_other_numbers_see_as_well(family: str, changes: dict[str, Any], start: Start) -> None:
@@ -273,6 +274,14 @@ def test_gemma_4_shows_more_or_fewer_tokens(start: Start, reference_of: Callable
         assert processor is not None and 70 < request.images[0].length <= most
         wanted = expected(reference_of("gemma4"), request, processor, "gemma4", COUNT)
         assert engine.generate(prompt, GREEDY).token_ids == wanted
+
+
+def test_the_images_of_a_prompt_are_numbered_where_the_model_wants_it(start: Start) -> None:
+    engine = start("minicpmv4_6")
+    one, two = requests_of(engine, prompts(engine), GREEDY)
+    texts = [engine.tokenizer.decode([*request.prompt]) for request in (one, two)]
+    assert [text.count("<image_id>") for text in texts] == [1, 2]
+    assert all(f"<image_id>{number}</image_id><image><|image_pad|>" in texts[1] for number in (0, 1))
 
 
 @pytest.mark.parametrize("family", ["llava", "llava_next", "qwen2_5_vl", "internvl", "lfm2_vl", "lfm3_vl", "glm4v"])
