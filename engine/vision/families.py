@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from ...schemas.errors import ModelLoadError
 from .anyres import NEXT_SIZES, ONEVISION_SIZES, write_next, write_onevision
 from .bounds import BUDGETS, bounds, budget, frame_bounds
-from .slices import image_number, slices, write_slices
+from .canvas import Canvas
+from .slices import image_number, slices, write_aya, write_slices
 from .tiling import TilingProcessor, write_tiles
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # files with the settings of an image processor
@@ -48,7 +49,9 @@ class Family(NamedTuple):
     the image processor of a model's directory where transformers has none for Pillow. `narrows`: the tower takes pixels
     in the dtype of its weights alone. `by_count`: a picture is prepared in another way where a prompt has several; the
     last number of its grid is above 1 there. `mark` is the text by which a prompt says where an image stands, if it is
-    no token. `numbers` makes the text before an image of its number in the prompt, given the image processor."""
+    no token. `numbers` makes the text before an image of its number in the prompt, given the image processor. `canvas`
+    says where images lie if each of their tokens and marks has a position of its own. `sample` is the width and height
+    of a picture that shows how the model sees, without parts."""
 
     grid: Callable[[Config, Mapping[str, Any]], Grid]
     write: Callable[[Config, Grid, str], str]
@@ -69,6 +72,8 @@ class Family(NamedTuple):
     by_count: bool = False
     mark: str = ""
     numbers: Callable[[Any, int], str] | None = None
+    canvas: Callable[[Config], Canvas] | None = None
+    sample: tuple[int, int] = (64, 48)
 
 
 def family_of(config: Config) -> Family | None:
@@ -175,16 +180,6 @@ def _write_internvl(config: Config, grid: Grid, mark: str) -> str:
     return f"<img>{mark * int(config.get('image_seq_length', 256)) * grid[0]}</img>"
 
 
-def _write_aya(config: Config, grid: Grid, mark: str) -> str:
-    tower, strategy = _tower(config), config.get("vision_feature_select_strategy", "full")
-    if strategy != "full":
-        raise ModelLoadError(f"config.json has vision_feature_select_strategy {strategy!r}; it must be 'full'")
-    side = _side(tower.get("image_size", 224)) // _side(tower.get("patch_size", 16))
-    tile = mark * (side // int(config.get("downsample_factor", 2))) ** 2
-    tiles = "".join(f"TILE_{index}{tile}" for index in range(1, grid[0]))
-    return f"<|START_OF_IMG|>{tiles}TILE_GLOBAL{tile}<|END_OF_IMG|>"
-
-
 def _sizes(_: Config, made: Mapping[str, Any]) -> Grid:
     height, width = made["image_sizes"][0]
     return int(height), int(width)
@@ -257,6 +252,14 @@ _PIXTRAL = Family(
     lambda config: {"patch_size": _pixtral_patch(config)},
     blocks=("vision_tower.transformer.layers",),
 )
+_MINICPM = Family(
+    slices,
+    write_slices,
+    lambda config: {"downsample_mode": config.get("downsample_mode", "16x")},
+    blocks=("vision_tower.encoder.layers", "vision_tower.vit_merger"),
+    may_be_blind=True,
+    numbers=image_number,
+)
 FAMILIES: dict[str, Family] = {
     "gemma3": Family(
         _crops,
@@ -281,7 +284,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "aya_vision": Family(
         _count,
-        _write_aya,
+        write_aya,
         lambda _: {"crop_to_patches": True},
         tiles=0,
         may_be_blind=True,
@@ -312,14 +315,8 @@ FAMILIES: dict[str, Family] = {
         tiles=0,
         prepares=TilingProcessor,
     ),
-    "minicpmv4_6": Family(
-        slices,
-        write_slices,
-        lambda config: {"downsample_mode": config.get("downsample_mode", "16x")},
-        blocks=("vision_tower.encoder.layers", "vision_tower.vit_merger"),
-        may_be_blind=True,
-        numbers=image_number,
-    ),
+    "minicpmv4_6": _MINICPM,
+    "minicpmv4_7": _MINICPM._replace(canvas=Canvas.of, sample=(16, 12)),
     "internvl": Family(_count, _write_internvl, lambda _: {"crop_to_patches": True}, tiles=0),
     "glm4v": _GLM,
     "glm4v_moe": _GLM,

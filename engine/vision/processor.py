@@ -58,6 +58,7 @@ class VisionProcessor:
         self.image_token, self._place = image_token(config), family.place(config)
         self.mutual, self.in_windows = family.mutual(config), family.in_windows
         self.merge = family.merge(config)
+        self.canvas = None if family.canvas is None else family.canvas(config)
         self.is_rigid, self.tiles, self.blocks = family.is_rigid, family.tiles, family.blocks
         self.narrows = family.narrows
 
@@ -74,7 +75,7 @@ class VisionProcessor:
     @property
     def types(self) -> str:
         """The name under which transformers' model takes which tokens stand for images; empty if it need not know."""
-        if self.merge or self.in_windows:
+        if self.merge or self.in_windows or self.canvas:
             return "mm_token_type_ids"
         return "token_type_ids" if self.mutual else ""
 
@@ -122,6 +123,7 @@ class VisionProcessor:
         for (begin, end), one, grid in zip(pairwise((0, *accumulate(counts))), given, grids, strict=True):
             first, last = places[begin], places[end - 1]
             digest = hashlib.sha256(one.data).hexdigest()
+            first -= self.canvas is not None  # the mark before it has a position that text has not
             images.append(PromptImage(digest, first, last - first + 1, grid, one.limits.pixels, one.data))
         return ImagePrompt(ids, tuple(images))
 
@@ -142,7 +144,7 @@ class VisionProcessor:
         from PIL import Image
 
         file = io.BytesIO()
-        Image.linear_gradient("L").resize((64, 48)).convert("RGB").save(file, "PNG")
+        Image.linear_gradient("L").resize(self._family.sample).convert("RGB").save(file, "PNG")
         data, limits = file.getvalue(), ImageLimits()
         grid = self._grid(data, limits, "image")
         count = self._family.write(self._config, grid, "\0").count("\0")

@@ -1,12 +1,15 @@
-"""How MiniCPM-V writes a picture: as a whole, and behind it, if it is large, in slices.
+"""How MiniCPM-V and Aya Vision write a picture: as a whole, and a large one besides in slices.
 
-Source: `replace_image_token` in transformers' `processing_minicpmv4_6.py`. Knows no torch and no transformers.
+Source: `replace_image_token` in transformers' `processing_minicpmv4_6.py` and `processing_aya_vision.py`. Knows no
+torch and no transformers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from ...schemas.errors import ModelLoadError
 
 
 def slices(_: Mapping[str, Any], made: Mapping[str, Any]) -> tuple[int, ...]:
@@ -26,3 +29,14 @@ def write_slices(config: Mapping[str, Any], grid: Sequence[int], mark: str) -> s
 def image_number(processor: Any, number: int) -> str:
     """The text before an image of this number in its prompt."""
     return f"<image_id>{number}</image_id>" if processor.use_image_id else ""
+
+
+def write_aya(config: Mapping[str, Any], grid: Sequence[int], mark: str) -> str:
+    """The text that stands for a picture in `grid` tiles, the whole included. Raises `ModelLoadError`."""
+    tower, strategy = config["vision_config"], config.get("vision_feature_select_strategy", "full")
+    if strategy != "full":
+        raise ModelLoadError(f"config.json has vision_feature_select_strategy {strategy!r}; it must be 'full'")
+    side = int(tower.get("image_size", 224)) // int(tower.get("patch_size", 16))
+    tile = mark * (side // int(config.get("downsample_factor", 2))) ** 2
+    tiles = "".join(f"TILE_{index}{tile}" for index in range(1, grid[0]))
+    return f"<|START_OF_IMG|>{tiles}TILE_GLOBAL{tile}<|END_OF_IMG|>"

@@ -148,7 +148,7 @@ class Vision:
         if not request.images:
             return None
         processor = self.processor
-        return ImageLayout.of(request, processor.image_token, processor.merge, processor.mutual > 0)
+        return ImageLayout.of(request, processor.image_token, processor.merge, processor.mutual > 0, processor.canvas)
 
     def see(self, placed: Sequence[Placed], device: torch.device) -> Seen | None:
         """What the tokens of a step see, by their rows in it; None if there is no image."""

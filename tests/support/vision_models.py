@@ -123,6 +123,19 @@ _GEMMA4_PROCESSOR = {
     "max_soft_tokens": 70,
 }
 
+_MINICPM: tuple[
+    list[str], dict[str, Any], dict[str, Any]
+] = (  # larger images become slices behind the whole; the tower merges windows on its way
+    ["<|image_pad|>", "<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>", "<|video_pad|>"],
+    {
+        "text_config": _TEXT | _HYBRID | {"model_type": "qwen3_5_text"},
+        "vision_config": _SIGLIP | {"num_hidden_layers": 3, "patch_size": 2},
+        "insert_layer_id": 0,
+        "tie_word_embeddings": False,
+    },
+    {"image_processor_type": "MiniCPMV4_6ImageProcessor", "scale_resolution": 32, "patch_size": 2},
+)
+
 # The marks of each family, the first of which stands for a part of an image; configuration; image processor.
 FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
     "llava": (
@@ -188,16 +201,8 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 32, "width": 32}, "max_patches": 4},
     ),
-    "minicpmv4_6": (  # larger images become slices behind the whole; the tower merges windows on its way
-        ["<|image_pad|>", "<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>", "<|video_pad|>"],
-        {
-            "text_config": _TEXT | _HYBRID | {"model_type": "qwen3_5_text"},
-            "vision_config": _SIGLIP | {"num_hidden_layers": 3, "patch_size": 4},
-            "insert_layer_id": 0,
-            "tie_word_embeddings": False,
-        },
-        {"image_processor_type": "MiniCPMV4_6ImageProcessor", "scale_resolution": 32, "patch_size": 4},
-    ),
+    "minicpmv4_6": _MINICPM,
+    "minicpmv4_7": _MINICPM,
     "smolvlm": (
         [
             "<image>",
@@ -504,8 +509,11 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
     end = tokenizer.eos_token_id
     ids = tokenizer.convert_tokens_to_ids(marks)
     own = {"image_token_id": ids[0]}
-    if family == "minicpmv4_6":
+    if family in ("minicpmv4_6", "minicpmv4_7"):
         own |= {"video_token_id": ids[-1]}
+        if family == "minicpmv4_7":
+            names = ("image_start_id", "image_end_id", "slice_start_id", "slice_end_id")
+            own |= dict(zip(names, ids[1:5], strict=True)) | {"newline_id": tokenizer.encode("\n")[0]}
     elif "<|video_pad|>" in marks:
         own |= {"vision_start_token_id": ids[1], "vision_end_token_id": ids[2], "video_token_id": ids[3]}
     if family in ("gemma4", "gemma4_e"):

@@ -59,7 +59,7 @@ def _joined(images: Sequence[PromptImage], processor: VisionProcessor, family: s
     if family == "llava_onevision":  # how many pictures each prompt has
         each[1:] = [{name: array for name, array in one.items() if name != "batch_num_images"} for one in each[1:]]
     axis = 1 if family == "smolvlm" else 0
-    if family == "minicpmv4_6":
+    if family in ("minicpmv4_6", "minicpmv4_7"):
         packed = np.concatenate([one.pop("pixel_values") for one in each], 3)
         sizes = np.concatenate([one["target_sizes"] for one in each])
         return {"pixel_values": torch.from_numpy(packed), "target_sizes": torch.from_numpy(sizes)}

@@ -48,7 +48,7 @@ some_families = pytest.mark.parametrize(
     "family",
     [
         *("llava", "smolvlm", "qwen3_vl", "gemma3", "gemma4", "gemma4_e", "qwen3_5", "lfm2_vl", "lfm3_vl", "glm4v"),
-        "llava_onevision",
+        *("llava_onevision", "minicpmv4_7"),
     ],
 )
 
@@ -140,8 +140,8 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
     lengths = [len(request.prompt) for request in requests]
     longest = max(lengths) + COUNT
     block, blocks = files.cache(16, 1), longest // 16 + 2
-    if family in ("gemma4", "gemma4_e", "lfm2_vl"):  # for all prompts, but not for their answers
-        blocks = sum(-(-one // 16) for one in lengths) + 1
+    if family in ("gemma4", "gemma4_e", "lfm2_vl", "minicpmv4_7"):  # for all prompts, but not for their answers
+        blocks = sum(-(-one // 16) for one in lengths) + (5 if family == "minicpmv4_7" else 1)  # some for states
     if family in ("gemma4", "gemma4_e"):
         block = 16 * (4 if family == "gemma4" else 3) * 2 * 2 * 16 * 4
     states = 3 * files.states()
@@ -183,6 +183,7 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("llava_onevision", {}),
         ("aya_vision", {}),
         ("minicpmv4_6", {}),
+        ("minicpmv4_7", {"quantization": "int8"}),
     ],
 )
 def test_other_numbers_see_as_well(family: str, changes: dict[str, Any], start: Start) -> None:
@@ -276,12 +277,15 @@ def test_gemma_4_shows_more_or_fewer_tokens(start: Start, reference_of: Callable
         assert engine.generate(prompt, GREEDY).token_ids == wanted
 
 
-def test_the_images_of_a_prompt_are_numbered_where_the_model_wants_it(start: Start) -> None:
-    engine = start("minicpmv4_6")
+@pytest.mark.parametrize("family", ["minicpmv4_6", "minicpmv4_7"])
+def test_the_images_of_a_prompt_are_numbered_where_the_model_wants_it(family: str, start: Start) -> None:
+    engine = start(family)
     one, two = requests_of(engine, prompts(engine), GREEDY)
     texts = [engine.tokenizer.decode([*request.prompt]) for request in (one, two)]
     assert [text.count("<image_id>") for text in texts] == [1, 2]
     assert all(f"<image_id>{number}</image_id><image><|image_pad|>" in texts[1] for number in (0, 1))
+    begins = [engine.tokenizer.decode([two.prompt[image.offset]]) for image in two.images]
+    assert begins == ["<image>" if family == "minicpmv4_7" else "<|image_pad|>"] * 2, "from the first unlike text on"
 
 
 @pytest.mark.parametrize("family", ["llava", "llava_next", "qwen2_5_vl", "internvl", "lfm2_vl", "lfm3_vl", "glm4v"])
