@@ -18,10 +18,16 @@ class _Paused(Exception):
 
 
 class Blocks:
-    """`blocks` follow one another, each on the hidden states of the last; `others` compute something else of them."""
+    """`blocks` follow one another, each on the hidden states of the last; `others` compute something else of them.
+    `layers` are the numbers of the hidden states that the model uses, counted as transformers counts them; 0 are those
+    before the first block, and negative ones count from the end."""
 
-    def __init__(self, blocks: Sequence[nn.Module], others: Sequence[nn.Module] = ()) -> None:
+    def __init__(
+        self, blocks: Sequence[nn.Module], others: Sequence[nn.Module] = (), layers: int | Sequence[int] | None = None
+    ) -> None:
         self._blocks, self._others = list(blocks), list(others)
+        used = [layers] if isinstance(layers, int) else layers or ()
+        self._used = {self._blocks[layer - (layer > 0)] for layer in used if layer}  # whose results are kept
 
     def run(self, encode: Callable[[], Tensor], budget: float) -> Iterator[Tensor | None]:
         """Yield None after each run of at most `budget` floating-point operations, or of one block, and at last what
@@ -56,7 +62,7 @@ class Blocks:
                     spent += cost
                 computed: Tensor = own(hidden, *arguments, **options)
                 made[module] = computed
-                if before is not None:
+                if before is not None and before not in self._used:
                     made[before] = None
                 return computed
 

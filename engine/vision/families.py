@@ -13,6 +13,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ...schemas.errors import ModelLoadError
+from .anyres import NEXT_SIZES, ONEVISION_SIZES, write_next, write_onevision
+from .bounds import BUDGETS, bounds, budget, frame_bounds
+from .canvas import Canvas
+from .slices import image_number, slices, write_aya, write_slices
 from .tiling import TilingProcessor, write_tiles
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # files with the settings of an image processor
@@ -43,7 +47,11 @@ class Family(NamedTuple):
     picture has at least and at most so many pixels. `settings` are those of the processor of a checkpoint without a
     file for it. `may_be_blind`: a checkpoint without an image processor is one of its language model. `prepares` makes
     the image processor of a model's directory where transformers has none for Pillow. `narrows`: the tower takes pixels
-    in the dtype of its weights alone."""
+    in the dtype of its weights alone. `by_count`: a picture is prepared in another way where a prompt has several; the
+    last number of its grid is above 1 there. `mark` is the text by which a prompt says where an image stands, if it is
+    no token. `numbers` makes the text before an image of its number in the prompt, given the image processor. `canvas`
+    says where images lie if each of their tokens and marks has a position of its own. `sample` is the width and height
+    of a picture that shows how the model sees, without parts."""
 
     grid: Callable[[Config, Mapping[str, Any]], Grid]
     write: Callable[[Config, Grid, str], str]
@@ -61,6 +69,11 @@ class Family(NamedTuple):
     settings: Callable[[Config], dict[str, Any]] | None = None
     prepares: Callable[[Path], Callable[..., Mapping[str, Any]]] | None = None
     narrows: bool = False
+    by_count: bool = False
+    mark: str = ""
+    numbers: Callable[[Any, int], str] | None = None
+    canvas: Callable[[Config], Canvas] | None = None
+    sample: tuple[int, int] = (64, 48)
 
 
 def family_of(config: Config) -> Family | None:
@@ -85,20 +98,6 @@ def why_blind(config: Config) -> str:
     if "vision_config" in config:
         return f"takes text alone: images are not supported for {kind}, but for {', '.join(sorted(FAMILIES))}"
     return "takes text alone"
-
-
-def completed(config: Config) -> dict[str, Any]:
-    """A config.json with what its text_config leaves to transformers' class, as those of LLaVA and Gemma 3 do."""
-    text = config.get("text_config")
-    if not isinstance(text, dict) or (known := _TEXTS.get(text.get("model_type", ""))) is None:
-        return dict(config)
-    own = {"dtype": config.get("dtype", config.get("torch_dtype"))} if "torch_dtype" not in text else {}
-    whole = own | known | text
-    if period := whole.get("sliding_window_pattern"):
-        kinds = ("sliding_attention", "full_attention")
-        layers = [kinds[not (layer + 1) % period] for layer in range(whole["num_hidden_layers"])]
-        whole["layer_types"] = text.get("layer_types", layers)
-    return {**config, "text_config": whole}
 
 
 def language_model_of(body: Any) -> Any:
@@ -136,6 +135,11 @@ def _write_llava(config: Config, grid: Grid, mark: str) -> str:
     count: int = (grid[0] // patch) * (grid[1] // patch)
     count += tower.get("model_type", "clip_vision_model") == "clip_vision_model"  # it has a token for the class
     return mark * (count - bool(config.get("vision_feature_select_strategy", "default") == "default"))
+
+
+def _write_vipllava(config: Config, grid: Grid, mark: str) -> str:
+    """The first token of the tower is always left out."""
+    return _write_llava({**config, "vision_feature_select_strategy": "default"}, grid, mark)
 
 
 def _rows(_: Config, made: Mapping[str, Any]) -> Grid:
@@ -181,6 +185,10 @@ def _sizes(_: Config, made: Mapping[str, Any]) -> Grid:
     return int(height), int(width)
 
 
+def _sizes_and_count(config: Config, made: Mapping[str, Any]) -> Grid:
+    return *_sizes(config, made), int(made["batch_num_images"][0])
+
+
 def _pixtral_patch(config: Config) -> int:
     merge = 1 if config.get("model_type") == "llava" else config.get("spatial_merge_size", 2)
     return _side(_tower(config).get("patch_size", 16)) * int(merge)
@@ -219,7 +227,7 @@ def _soft_tokens(_: Config, made: Mapping[str, Any]) -> Grid:
 
 def _mutual_soft_tokens(config: Config) -> int:
     """E2B and E4B see images causally."""
-    return _BUDGETS[-1] if config.get("text_config", {}).get("use_bidirectional_attention") == "vision" else 0
+    return BUDGETS[-1] if config.get("text_config", {}).get("use_bidirectional_attention") == "vision" else 0
 
 
 def _gemma4_settings(config: Config) -> dict[str, Any]:
@@ -228,47 +236,29 @@ def _gemma4_settings(config: Config) -> dict[str, Any]:
     return {"image_processor_type": "Gemma4ImageProcessor", **own}
 
 
-def _budget(processor: Any, fewest: int | None, most: int | None) -> dict[str, Any]:
-    """Each picture is resized to about as many pixels as the most tokens have that may stand for it."""
-    pixels = (processor.patch_size * processor.pooling_kernel_size) ** 2  # of a token
-    found: int = processor.max_soft_tokens
-    if fewest is not None:
-        found = max(found, next((count for count in _BUDGETS if count * pixels >= fewest), _BUDGETS[-1]))
-    if most is not None:
-        found = min(found, max((count for count in _BUDGETS if count * pixels <= most), default=_BUDGETS[0]))
-    return {"max_soft_tokens": found}
-
-
-def _bounds(processor: Any, fewest: int | None, most: int | None) -> dict[str, Any]:
-    """What these call edges are pixels."""
-    if fewest is None and most is None:
-        return {}
-    most = most or processor.size["longest_edge"]
-    return {"size": {"shortest_edge": min(fewest or processor.size["shortest_edge"], most), "longest_edge": most}}
-
-
-def _frame_bounds(processor: Any, fewest: int | None, most: int | None) -> dict[str, Any]:
-    """These count the pixels of all frames that a patch would have in a video."""
-    frames = processor.temporal_patch_size
-    return _bounds(processor, *(None if count is None else count * frames for count in (fewest, most)))
-
-
-_BUDGETS = 70, 140, 280, 560, 1120  # tokens of an image that Gemma 4's processor allows
 _QWEN = Family(
     _patches,
     _write_patches,
     merge=_merge,
     blocks=("visual.blocks", "visual.deepstack_merger_list"),
-    bounded=_bounds,
+    bounded=bounds,
 )
 _PLAIN = _QWEN._replace(merge=lambda _: 0, blocks=("visual.blocks",))  # whose positions are plain
-_GLM = _QWEN._replace(blocks=("visual.blocks",), bounded=_frame_bounds)
+_GLM = _QWEN._replace(blocks=("visual.blocks",), bounded=frame_bounds)
 _TILES = Family(_rows, _write_tiles, lambda _: {"return_row_col_info": True}, is_rigid=True, tiles=1)
 _PIXTRAL = Family(
     _sizes,
     _write_pixtral,
     lambda config: {"patch_size": _pixtral_patch(config)},
     blocks=("vision_tower.transformer.layers",),
+)
+_MINICPM = Family(
+    slices,
+    write_slices,
+    lambda config: {"downsample_mode": config.get("downsample_mode", "16x")},
+    blocks=("vision_tower.encoder.layers", "vision_tower.vit_merger"),
+    may_be_blind=True,
+    numbers=image_number,
 )
 FAMILIES: dict[str, Family] = {
     "gemma3": Family(
@@ -289,10 +279,34 @@ FAMILIES: dict[str, Family] = {
         blocks=("vision_tower.encoder.layers",),
         mutual=_mutual_soft_tokens,
         in_windows=True,
-        bounded=_budget,
+        bounded=budget,
         settings=_gemma4_settings,
     ),
+    "aya_vision": Family(
+        _count,
+        write_aya,
+        lambda _: {"crop_to_patches": True},
+        tiles=0,
+        may_be_blind=True,
+        mark="<image>",
+    ),
+    "vipllava": Family(_shape, _write_vipllava, blocks=("vision_tower.encoder.layers",), may_be_blind=True),
     "llava": Family(_shape, _write_llava, blocks=("vision_tower.encoder.layers",)),
+    "llava_next": Family(
+        _sizes,
+        write_next,
+        lambda config: {"image_grid_pinpoints": config.get("image_grid_pinpoints") or NEXT_SIZES},
+        blocks=("vision_tower.encoder.layers",),
+        may_be_blind=True,
+    ),
+    "llava_onevision": Family(
+        _sizes_and_count,
+        write_onevision,
+        lambda config: {"image_grid_pinpoints": config.get("image_grid_pinpoints") or ONEVISION_SIZES},
+        blocks=("vision_tower.encoder.layers",),
+        may_be_blind=True,
+        by_count=True,
+    ),
     "idefics3": _TILES,
     "smolvlm": _TILES,
     "lfm2_vl": Family(
@@ -301,6 +315,8 @@ FAMILIES: dict[str, Family] = {
         tiles=0,
         prepares=TilingProcessor,
     ),
+    "minicpmv4_6": _MINICPM,
+    "minicpmv4_7": _MINICPM._replace(canvas=Canvas.of, sample=(16, 12)),
     "internvl": Family(_count, _write_internvl, lambda _: {"crop_to_patches": True}, tiles=0),
     "glm4v": _GLM,
     "glm4v_moe": _GLM,
@@ -318,31 +334,9 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5": _QWEN._replace(may_be_blind=True),
     "qwen3_5_moe": _QWEN._replace(may_be_blind=True),
 }
-_TEXTS: dict[str, dict[str, Any]] = {
-    "llama": {
-        "vocab_size": 32_000,
-        "hidden_size": 4096,
-        "intermediate_size": 11_008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-    },
-    "gemma3_text": {
-        "vocab_size": 262_208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 131_072,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 6,
-    },
-}
 _TOWERS = {
     *("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector", "embed_vision"),
-    *("projector", "vision_encoder", "vision_projection"),
+    *("projector", "vision_encoder", "vision_projection", "image_newline", "merger"),
 }
 HEARING = {"audio_tower", "embed_audio"}
 """Modules' names, too."""

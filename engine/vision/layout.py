@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..request import EngineRequest
+from .canvas import Canvas, canvas_positions
 from .images import Key, PromptImage
 
 Ints = NDArray[np.int64]
@@ -61,14 +62,25 @@ class ImageLayout:
         self._shift = 0 if positions is None else int(positions.max()) + 1 - positions.shape[1]
 
     @classmethod
-    def of(cls, request: EngineRequest, image_token: int, merge: int, is_mutual: bool = False) -> Self:
-        """The layout of a request's prompt; `merge` is that of the model's `Family`. `is_mutual`: the tokens of an
-        image that follow one another see each other."""
+    def of(
+        cls,
+        request: EngineRequest,
+        image_token: int,
+        merge: int,
+        is_mutual: bool = False,
+        canvas: Canvas | None = None,
+    ) -> Self:
+        """The layout of a request's prompt; `merge` and `canvas` are those of the model's `Family`. `is_mutual`: the
+        tokens of an image that follow one another see each other."""
         ids = np.array(request.prompt, np.int64)
         tokens = [
             image.offset + np.flatnonzero(ids[image.offset : image.end] == image_token) for image in request.images
         ]
         positions = _positions(len(ids), request.images, merge) if merge else None
+        if canvas is not None:
+            numbers = [number for image in request.images for number in image.grid[2:]]
+            sizes = list(zip(numbers[::2], numbers[1::2], strict=True))
+            positions = canvas_positions(ids, image_token, sizes, canvas)
         ends = _ends(len(ids), tokens) if is_mutual else None
         return cls(request.cache_salt, request.images, tokens, positions, ends)
 

@@ -36,8 +36,8 @@ if TYPE_CHECKING:  # light processes do without it
 
 MOST_GRIDS = 4096  # images whose grids are remembered; a chat sends the same ones with every turn
 _MODEL_INPUTS = (
-    *("pixel_values", "pixel_attention_mask", "spatial_shapes"),
-    *("image_grid_thw", "image_sizes", "image_position_ids"),
+    *("pixel_values", "pixel_attention_mask", "spatial_shapes", "target_sizes"),
+    *("image_grid_thw", "image_sizes", "image_position_ids", "batch_num_images"),
 )
 
 
@@ -53,11 +53,12 @@ class VisionProcessor:
 
     def __init__(self, path: Path, config: Mapping[str, Any], family: Family) -> None:
         self._path, self._config, self._family = path, config, family
-        self._grids: OrderedDict[tuple[str, ImageLimits], Grid] = OrderedDict()
+        self._grids: OrderedDict[tuple[str, ImageLimits, bool], Grid] = OrderedDict()
         self._lock = Lock()  # guards the grids, and the loading of transformers' processor
         self.image_token, self._place = image_token(config), family.place(config)
         self.mutual, self.in_windows = family.mutual(config), family.in_windows
         self.merge = family.merge(config)
+        self.canvas = None if family.canvas is None else family.canvas(config)
         self.is_rigid, self.tiles, self.blocks = family.is_rigid, family.tiles, family.blocks
         self.narrows = family.narrows
 
@@ -74,13 +75,13 @@ class VisionProcessor:
     @property
     def types(self) -> str:
         """The name under which transformers' model takes which tokens stand for images; empty if it need not know."""
-        if self.merge or self.in_windows:
+        if self.merge or self.in_windows or self.canvas:
             return "mm_token_type_ids"
         return "token_type_ids" if self.mutual else ""
 
     def mark(self, tokenizer: TokenizerLike) -> str:
-        """The text of the token by which a prompt's text says where its images stand."""
-        return tokenizer.decode([self._place])
+        """The text, mostly of a token, by which a prompt's text says where its images stand."""
+        return self._family.mark or tokenizer.decode([self._place])
 
     def insert(
         self,
@@ -101,8 +102,10 @@ class VisionProcessor:
         if part != mark:
             _check_marks(text, part, 0)
         parts = text.split(mark)
-        grids = [self._grid(*one) for one in given]
+        grids = [self._grid(*one, self._family.by_count and len(given) > 1) for one in given]
         written = [self._family.write(self._config, grid, part) for grid in grids]
+        if self._family.numbers is not None:
+            written = [self._family.numbers(self._images, number) + one for number, one in enumerate(written)]
         counts = [one.count(part) for one in written]
         if sum(counts) >= context_length:
             raise prompt_too_long(
@@ -120,52 +123,57 @@ class VisionProcessor:
         for (begin, end), one, grid in zip(pairwise((0, *accumulate(counts))), given, grids, strict=True):
             first, last = places[begin], places[end - 1]
             digest = hashlib.sha256(one.data).hexdigest()
+            first -= self.canvas is not None  # the mark before it has a position that text has not
             images.append(PromptImage(digest, first, last - first + 1, grid, one.limits.pixels, one.data))
         return ImagePrompt(ids, tuple(images))
 
     def inputs(self, image: PromptImage) -> dict[str, NDArray[Any]]:
         """What the model's tower takes for an image. Raises `InvalidRequest` if the prompt was made for another."""
         limits = ImageLimits(1 << 62, *image.pixels)  # it was let in before
-        made = self._process(image.data, limits, "image")
+        is_one_of_several = self._family.by_count and image.grid[-1] > 1
+        made = self._process(image.data, limits, "image", is_one_of_several)
         if self._family.grid(self._config, made) != image.grid:
             raise InvalidRequest("The image was prepared by another version of the model's processor; send it again.")
         import numpy as np
 
-        return {name: np.ascontiguousarray(made[name]) for name in _MODEL_INPUTS if name in made}
+        found = {name: np.ascontiguousarray(made[name]) for name in _MODEL_INPUTS if name in made}
+        return {name: array[:1] for name, array in found.items()} if self._family.by_count else found
 
     def sample(self) -> tuple[PromptImage, int]:
         """A small picture to try the model with, and how many tokens show it."""
         from PIL import Image
 
         file = io.BytesIO()
-        Image.linear_gradient("L").resize((64, 48)).convert("RGB").save(file, "PNG")
+        Image.linear_gradient("L").resize(self._family.sample).convert("RGB").save(file, "PNG")
         data, limits = file.getvalue(), ImageLimits()
         grid = self._grid(data, limits, "image")
         count = self._family.write(self._config, grid, "\0").count("\0")
         return PromptImage(hashlib.sha256(data).hexdigest(), 0, count, grid, limits.pixels, data), count
 
-    def _grid(self, data: bytes, limits: ImageLimits, path: str) -> Grid:
-        key = hashlib.sha256(data).hexdigest(), limits
+    def _grid(self, data: bytes, limits: ImageLimits, path: str, is_one_of_several: bool = False) -> Grid:
+        key = hashlib.sha256(data).hexdigest(), limits, is_one_of_several
         with self._lock:
             if (known := self._grids.get(key)) is not None:
                 self._grids.move_to_end(key)
                 return known
-        grid = self._family.grid(self._config, self._process(data, limits, path))
+        grid = self._family.grid(self._config, self._process(data, limits, path, is_one_of_several))
         with self._lock:
             self._grids[key] = grid
             if len(self._grids) > MOST_GRIDS:
                 self._grids.popitem(last=False)
         return grid
 
-    def _process(self, data: bytes, limits: ImageLimits, path: str) -> Mapping[str, Any]:
+    def _process(self, data: bytes, limits: ImageLimits, path: str, is_one_of_several: bool) -> Mapping[str, Any]:
         picture = decode_image(data, limits, path)
         options = self._family.options(self._config)
         if self._family.bounded is not None:
             options |= self._family.bounded(self._images, limits.fewest, limits.most)
         else:
             picture = within(picture, limits)
+        # A small picture stands for the others; what is made of it is not used.
+        pictures = [[picture, picture.resize((8, 8))]] if is_one_of_several else [picture]
         try:
-            found: Mapping[str, Any] = self._images(images=[picture], return_tensors="np", **options)
+            found: Mapping[str, Any] = self._images(images=pictures, return_tensors="np", **options)
         except ValueError as error:
             raise refused(path, f"the model's processor refuses the image ({error}); send another one") from None
         return found

@@ -148,7 +148,7 @@ class Vision:
         if not request.images:
             return None
         processor = self.processor
-        return ImageLayout.of(request, processor.image_token, processor.merge, processor.mutual > 0)
+        return ImageLayout.of(request, processor.image_token, processor.merge, processor.mutual > 0, processor.canvas)
 
     def see(self, placed: Sequence[Placed], device: torch.device) -> Seen | None:
         """What the tokens of a step see, by their rows in it; None if there is no image."""
@@ -277,7 +277,8 @@ class Vision:
 
     def _find_blocks(self) -> Blocks | None:
         blocks, *others = [list(_descendants(self._body, name)) for name in self.processor.blocks] or [[]]
-        return Blocks(blocks, [one for more in others for one in more]) if blocks else None
+        layers = getattr(self._body.config, "vision_feature_layer", None)
+        return Blocks(blocks, [one for more in others for one in more], layers) if blocks else None
 
     def _to_device(self, arrays: Arrays) -> dict[str, Tensor]:
         made = {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
@@ -327,13 +328,13 @@ def _rows(features: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def _descendants(module: nn.Module, name: str) -> Iterable[nn.Module]:
-    """The children of a module inside another, in order; none if it is missing."""
+    """The modules of a list inside another, in order, or the one of this name; none if it is missing."""
     for part in name.split("."):
         found = getattr(module, part, None)
         if found is None:
             return ()
         module = found
-    return module.children()
+    return module if isinstance(module, nn.ModuleList) else (module,)
 
 
 def split(model: Any, processor: VisionProcessor) -> LanguageModel:

@@ -123,6 +123,19 @@ _GEMMA4_PROCESSOR = {
     "max_soft_tokens": 70,
 }
 
+_MINICPM: tuple[
+    list[str], dict[str, Any], dict[str, Any]
+] = (  # larger images become slices behind the whole; the tower merges windows on its way
+    ["<|image_pad|>", "<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>", "<|video_pad|>"],
+    {
+        "text_config": _TEXT | _HYBRID | {"model_type": "qwen3_5_text"},
+        "vision_config": _SIGLIP | {"num_hidden_layers": 3, "patch_size": 2},
+        "insert_layer_id": 0,
+        "tie_word_embeddings": False,
+    },
+    {"image_processor_type": "MiniCPMV4_6ImageProcessor", "scale_resolution": 32, "patch_size": 2},
+)
+
 # The marks of each family, the first of which stands for a part of an image; configuration; image processor.
 FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
     "llava": (
@@ -130,6 +143,66 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         {"text_config": _TEXT | {"model_type": "llama"}, "vision_config": _CLIP, "vision_feature_layer": -2},
         {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 56}, "crop_size": 56},
     ),
+    "llava_next": (
+        ["<image>"],
+        {
+            "text_config": _TEXT | {"model_type": "mistral", "sliding_window": None},
+            "vision_config": _CLIP,
+            "image_grid_pinpoints": [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]],
+        },
+        {
+            "image_processor_type": "LlavaNextImageProcessor",
+            "size": {"shortest_edge": 56},
+            "crop_size": {"height": 56, "width": 56},
+        },
+    ),
+    "granite_vision": (  # which uses several layers of its tower
+        ["<image>"],
+        {
+            "text_config": _TEXT | {"model_type": "granite", "embedding_multiplier": 3.0, "logits_scaling": 2.0},
+            "vision_config": _SIGLIP | {"model_type": "siglip_vision_model", "num_hidden_layers": 4},
+            "vision_feature_layer": [-4, -3, 1, -1],
+            "vision_feature_select_strategy": "full",
+            "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64], [32, 96]],
+        },
+        {"image_processor_type": "LlavaNextImageProcessor", "size": {"height": 32, "width": 32}, "crop_size": 32},
+    ),
+    "llava_onevision": (
+        ["<image>", "<video>"],
+        {
+            "text_config": _TEXT | {"model_type": "qwen2"},
+            "vision_config": _SIGLIP | {"model_type": "siglip_vision_model", "vision_use_head": False},
+            "image_grid_pinpoints": [[32 * rows, 32 * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)],
+            "vision_aspect_ratio": "anyres_max_3",
+        },
+        {"image_processor_type": "LlavaOnevisionImageProcessor", "size": {"height": 32, "width": 32}},
+    ),
+    "vipllava": (
+        ["<image>"],
+        {
+            "text_config": _TEXT | {"model_type": "llama"},
+            "vision_config": _CLIP,
+            "vision_feature_layer": [-2, -3, 1],
+        },
+        {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 56}, "crop_size": 56},
+    ),
+    "aya_vision": (  # whose place of an image is no token
+        ["<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>"],
+        {
+            "text_config": _TEXT
+            | {
+                "model_type": "cohere2",
+                "head_dim": 16,
+                "sliding_window": 20,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "tie_word_embeddings": True,
+            },
+            "vision_config": _SIGLIP | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        },
+        {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 32, "width": 32}, "max_patches": 4},
+    ),
+    "minicpmv4_6": _MINICPM,
+    "minicpmv4_7": _MINICPM,
     "smolvlm": (
         [
             "<image>",
@@ -404,6 +477,9 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
+KINDS = {"gemma4_e": "gemma4", "granite_vision": "llava_next"}
+"""The model_type of families that are named otherwise here."""
+
 _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}"
@@ -427,11 +503,18 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
     tokenizer = tiny_model._train_tokenizer(512)
     tokenizer.add_special_tokens({"additional_special_tokens": marks}, replace_extra_special_tokens=False)
     written = f"<|vision_start|>{marks[0]}<|vision_end|>" if "<|vision_start|>" in marks else marks[family == "gemma3"]
+    if family == "aya_vision":
+        written = "<image>"
     tokenizer.chat_template = _TEMPLATE.replace("MARK", written)
     end = tokenizer.eos_token_id
     ids = tokenizer.convert_tokens_to_ids(marks)
     own = {"image_token_id": ids[0]}
-    if "<|video_pad|>" in marks:
+    if family in ("minicpmv4_6", "minicpmv4_7"):
+        own |= {"video_token_id": ids[-1]}
+        if family == "minicpmv4_7":
+            names = ("image_start_id", "image_end_id", "slice_start_id", "slice_end_id")
+            own |= dict(zip(names, ids[1:5], strict=True)) | {"newline_id": tokenizer.encode("\n")[0]}
+    elif "<|video_pad|>" in marks:
         own |= {"vision_start_token_id": ids[1], "vision_end_token_id": ids[2], "video_token_id": ids[3]}
     if family in ("gemma4", "gemma4_e"):
         own |= {"boi_token_id": ids[1], "eoi_token_id": ids[2], "video_token_id": ids[3], "audio_token_id": ids[4]}
@@ -439,11 +522,13 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
         own |= {"boi_token_index": ids[1], "eoi_token_index": ids[2]}
     if family in ("glm4v", "glm4v_moe", "glm46v", "glm_ocr"):
         own |= {"image_start_token_id": ids[1], "image_end_token_id": ids[2], "video_token_id": ids[3]}
-    if family in ("llava", "mistral3"):
+    if family == "llava_onevision":
+        own = {"image_token_index": ids[0], "video_token_index": ids[1]}
+    if family in ("llava", "llava_next", "granite_vision", "vipllava", "aya_vision", "mistral3"):
         own = {"image_token_index": ids[0]}
     text = settings["text_config"] | {"eos_token_id": end, "pad_token_id": end}
     parts = {"text_config": text, "vision_config": settings["vision_config"] | dict(tower or {})}
-    config = library.AutoConfig.for_model(family.removesuffix("_e"), **settings | own | parts)
+    config = library.AutoConfig.for_model(KINDS.get(family, family), **settings | own | parts)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = library.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)

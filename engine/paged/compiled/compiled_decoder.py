@@ -214,7 +214,7 @@ class CompiledDecoder:
             order = sorted(order, key=lambda index: id(segments[index].adapter))
         replaced = self._replaced
         self._reach(max(last_position(segment) for segment in segments) + 1)
-        shown = show([segments[index] for index in order], vision, self._dtype)
+        shown = show([segments[index] for index in order], vision, self._dtype, self._decoder.feature_scale)
         self._show(shown)
         row, num_turned = 0, self._num_angles
         for index in order:

@@ -21,8 +21,9 @@ class Shown(NamedTuple):
     of: list[int]
 
 
-def show(segments: Sequence[Segment], vision: Vision | None, dtype: torch.dtype) -> Shown | None:
-    """What the tokens of `segments`, in this order, show, rounded to `dtype`; None without an image."""
+def show(segments: Sequence[Segment], vision: Vision | None, dtype: torch.dtype, scale: float) -> Shown | None:
+    """What the tokens of `segments`, in this order, show, rounded to `dtype`; None without an image. `scale` is what
+    the features in the place of embeddings are multiplied by."""
     if vision is None or not any(segment.images for segment in segments):
         return None
     placed, count = [], 0
@@ -34,7 +35,8 @@ def show(segments: Sequence[Segment], vision: Vision | None, dtype: torch.dtype)
     of = [-1] * count
     for number, row in enumerate(seen.rows.tolist()):
         of[row] = number
-    return Shown(torch.stack((seen.features, *seen.deep)).to(dtype).float().contiguous(), of)
+    features = (seen.features.to(dtype) * scale, *(deep.to(dtype) for deep in seen.deep))
+    return Shown(torch.stack(features).float().contiguous(), of)
 
 
 def last_position(segment: Segment) -> int:

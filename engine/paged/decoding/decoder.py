@@ -43,9 +43,11 @@ class Decoder:
         scale = getattr(body.embed_tokens, "embed_scale", None)
         self.scale: Tensor | None = None if scale is None else scale.to(dtype)
         config: Any = model.config.get_text_config()
-        if (multiplier := getattr(body, "embedding_multiplier", 1.0)) != 1:
-            self.scale = torch.tensor(float(multiplier))
-        self.logit_scale: float = 1 / (getattr(config, "logits_scaling", None) or 1.0)
+        self.feature_scale = float(getattr(body, "embedding_multiplier", 1.0))  # of images' features, too
+        if self.feature_scale != 1:
+            self.scale = torch.tensor(self.feature_scale)
+        sees = getattr(model, "vision", None) is not None  # whose heads leave logits as they are in transformers
+        self.logit_scale: float = 1 / ((not sees and getattr(config, "logits_scaling", None)) or 1.0)
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.embedding: Tensor = body.embed_tokens.weight
         self.rows = rows_of(body.embed_tokens)
@@ -94,7 +96,7 @@ class Decoder:
         """
         x = self.embed(ids)
         if seen is not None:
-            x = x.index_copy(0, seen.rows, seen.features.to(self._dtype))
+            x = x.index_copy(0, seen.rows, seen.features.to(self._dtype) * self.feature_scale)
         given = () if self.inputs is None else (self.inputs(self.read(ids), x),)
         x = self._through(self.layers, x, self.angles(positions, self._dtype), attention, seen, states, *given)
         return self.scaled(self.head(self.norm(x[keep])))

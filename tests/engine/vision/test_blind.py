@@ -44,7 +44,7 @@ TOWER = {
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llava_next": {
+    "llava_next": {  # without an image processor here
         "text_config": TEXT | {"model_type": "mistral", "sliding_window": None},
         "vision_config": TOWER | {"model_type": "clip_vision_model"},
     },
@@ -126,13 +126,20 @@ def test_a_model_of_known_structure_is_compiled_and_known_at_its_next_start(
         assert [*verdict_cache.rglob("*.json")]
 
 
-def test_images_are_refused_with_the_reason(seeing: Directory) -> None:
-    directory = seeing("llava_next")
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("granite_docling", "images are not supported for granite_docling, but for .*gemma3"),
+        ("llava_next", "its files have no preprocessor_config.json and no processor_config.json"),
+    ],
+)
+def test_images_are_refused_with_the_reason(family: str, why: str, seeing: Directory) -> None:
+    directory = seeing(family)
     with InferenceEngine(config(directory)) as engine:
         assert not engine.model_info().sees
         with pytest.raises(InvalidRequest, match="takes text alone"):
             engine.generate(ImageText("What is this?", (picture(),)), GREEDY)
-        with pytest.raises(InvalidRequest, match=r"images are not supported for llava_next, but for .*gemma3"):
+        with pytest.raises(InvalidRequest, match=why):
             load_sight(str(directory), "paged").mark_of(engine.tokenizer)
 
 

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
+from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
@@ -22,13 +23,15 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.lighton_ocr.processing_lighton_ocr import LightOnOcrProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 
 from penstock.engine import EngineRequest, GenerationParams
 from penstock.engine.models import read_model_info
-from penstock.engine.vision.families import FAMILIES, completed, family_of, image_token, why_blind
+from penstock.engine.vision.defaults import completed
+from penstock.engine.vision.families import FAMILIES, family_of, image_token, why_blind
 from penstock.engine.vision.images import PromptImage, marks
 from penstock.engine.vision.layout import ImageLayout
 from penstock.engine.vision.sight import load_sight
@@ -221,7 +224,7 @@ def test_prompts_that_see_both_ways_are_not_supported(kind: str) -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"num_hidden_layers": 34, "sliding_window": 1024, "hidden_size": 2560}])
-@pytest.mark.parametrize(("kind", "text"), [("gemma3", "gemma3_text"), ("llava", "llama")])
+@pytest.mark.parametrize(("kind", "text"), [("gemma3", "gemma3_text"), ("llava", "llama"), ("llava_next", "mistral")])
 def test_what_a_config_leaves_out_is_as_in_transformers(
     kind: str, text: str, given: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -254,3 +257,54 @@ def test_other_models_take_text_alone(tmp_path: Path) -> None:
     assert read_model_info(tmp_path, "m").sees
     assert load_sight(str(tmp_path), "paged").processor is not None
     assert load_sight(str(tmp_path), "hf").processor is None
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_aya_vision_is_written_as_by_transformers(count: int) -> None:
+    made = {"num_patches": [count]}
+    own = SimpleNamespace(
+        patch_size=28,
+        img_size=364,
+        start_of_img_token="<|START_OF_IMG|>",
+        end_of_img_token="<|END_OF_IMG|>",
+        img_patch_token="*",
+        tile_token="TILE",
+        tile_global_token="TILE_GLOBAL",
+    )
+    theirs: Any = AyaVisionProcessor.replace_image_token
+    tower = {"vision_config": {"model_type": "siglip_vision_model", "image_size": 364, "patch_size": 14}}
+    assert written("aya_vision", tower | {"downsample_factor": 2}, made) == theirs(own, made, 0)
+    with pytest.raises(ModelLoadError, match="vision_feature_select_strategy 'default'; it must be 'full'"):
+        written("aya_vision", tower | {"vision_feature_select_strategy": "default"}, made)
+
+
+def test_vipllava_is_written_as_by_transformers() -> None:
+    """Which leaves the first of the tower's tokens out whatever else its files say."""
+    made = {"pixel_values": np.zeros((1, 3, 336, 336))}
+    own = SimpleNamespace(
+        image_token="*", patch_size=14, num_additional_image_tokens=1, vision_feature_select_strategy="default"
+    )
+    theirs: Any = LlavaProcessor.replace_image_token
+    assert written("vipllava", CLIP | {"vision_feature_select_strategy": "full"}, made) == theirs(own, made, 0)
+
+
+@pytest.mark.parametrize("mode", ["16x", "4x"])
+@pytest.mark.parametrize("grid", [(0, 0), (1, 2), (3, 2)])
+def test_minicpm_is_written_as_by_transformers(grid: tuple[int, int], mode: str) -> None:
+    sizes = [(8, 12), *[(4, 8)] * (grid[0] * grid[1])]
+    made = {"grids": [grid], "target_sizes": np.array(sizes), "num_patches_per_image": [len(sizes)]}
+    marks = {"image_start": "<image>", "image_end": "</image>", "slice_start": "<slice>", "slice_end": "</slice>"}
+    own = SimpleNamespace(image_token="*", slice_mode=True, **{f"{name}_token": mark for name, mark in marks.items()})
+    theirs: Any = MiniCPMV4_6Processor.replace_image_token
+    wanted = theirs(own, made, 0, image_token_divisor=4 if mode == "4x" else 16)
+    assert written("minicpmv4_6", {"downsample_mode": mode}, made) == wanted
+
+
+def test_images_of_minicpm_are_numbered_as_by_transformers() -> None:
+    own = SimpleNamespace(image_id_start_token="<image_id>", image_id_end_token="</image_id>")
+    theirs: Any = MiniCPMV4_6Processor._prepend_local_ids
+    numbers = FAMILIES["minicpmv4_6"].numbers
+    assert numbers is not None
+    found = [numbers(SimpleNamespace(use_image_id=True), number) + text for number, text in enumerate("ab")]
+    assert found == theirs(own, ["One * and * another."], ["a", "b"], "*")
+    assert numbers(SimpleNamespace(use_image_id=False), 1) == ""

@@ -238,6 +238,14 @@ def test_features_have_the_same_bits_in_all_schedules(bench: Bench) -> None:
         *[("llava", 3), ("qwen2_vl", 2), ("qwen2_5_vl", 3), ("qwen3_vl", 3), ("mistral3", 2), ("gemma3", 2)],
         *[("gemma4", 2), ("qwen3_vl_moe", 3), ("qwen3_5", 3), ("lfm3_vl", 3), ("glm4v", 3), ("glm4v_moe", 3)],
         *[("glm_ocr", 3), ("exaone4_5", 3), ("paddleocr_vl", 2), ("lighton_ocr", 2)],
+        *[
+            ("llava_next", 3),
+            ("granite_vision", 4),
+            ("llava_onevision", 2),
+            ("vipllava", 3),
+            ("minicpmv4_6", 3),
+            ("minicpmv4_7", 3),
+        ],
     ],
 )
 def test_a_picture_that_is_seen_as_a_whole_passes_block_by_block(family: str, blocks: int, make: Make) -> None:

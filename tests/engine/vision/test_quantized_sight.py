@@ -43,6 +43,7 @@ TEXTS = [[(7 * row + 3 * index * index + index) % 500 for index in range(24)] fo
 NUM_PRODUCTS = {
     "gemma4": 4 * 7 - 2 + 1,
     "gemma4_e": 4 * (7 + 2) - 2 * 2 + 1 + 1,
+    "minicpmv4_7": 2 * 8 + 7 + 1,
     "qwen3_5": 2 * 8 + 7 + 1,
     "glm4v": 3 * 6 + 1,
 }
@@ -83,6 +84,8 @@ def on_texts(model: Any, methods: dict[str, str]) -> dict[str, Rounded]:
         ("qwen3_vl", "int4", by_itself),
         ("qwen3_5", "int4", on_texts),
         ("glm4v", "int4", by_itself),
+        ("llava_onevision", "int4", by_itself),
+        ("minicpmv4_7", "int8", by_itself),
         ("gemma4", "int4", on_texts),
         ("gemma4_e", "int8", by_itself),
     ],
@@ -160,6 +163,9 @@ def everywhere(name: str) -> bool:
 @pytest.mark.parametrize(
     ("family", "name", "packs"),
     [
+        ("llava_next", "awq", in_language_model),
+        ("aya_vision", "compressed-int8", everywhere),
+        ("minicpmv4_6", "compressed-4", in_language_model),
         ("qwen2_5_vl", "awq", in_language_model),
         ("qwen2_5_vl", "compressed-fp8", everywhere),
         ("qwen3_vl", "compressed-4", in_language_model),
@@ -296,7 +302,7 @@ def test_memory_is_that_of_what_stays(tmp_path: Path) -> None:
         assert any(map(is_unused, weights)) and not any(map(is_unused, body.state_dict()))
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gemma4", "gemma4_e", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "gemma4_e", "qwen2_5_vl", "llava_next", "minicpmv4_6"])
 @pytest.mark.parametrize("computes", [True, False])
 def test_a_tower_is_as_fast_as_its_processor_allows(
     family: str, computes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -35,12 +35,21 @@ Tokens = tuple[int, ...]
 Start = Callable[..., InferenceEngine]
 ConfigOf = Callable[..., EngineConfig]
 Truth = Callable[[str], tuple[list[EngineRequest], list[Tokens]]]
+UNCOMPILED = {
+    "lfm3_vl": "Lfm3VlForConditionalGeneration",
+    "glm4v_moe": "Glm4vMoeForConditionalGeneration",
+    "aya_vision": "AyaVisionForConditionalGeneration",
+}
 all_families = pytest.mark.parametrize("family", FAMILIES)
 # One with plain positions, one with tokens between those of an image, one with three dimensions and deepstack.
 # And those whose image tokens see each other, one whose layers share keys and have inputs of their own, and two that
 # keep running states.
 some_families = pytest.mark.parametrize(
-    "family", ["llava", "smolvlm", "qwen3_vl", "gemma3", "gemma4", "gemma4_e", "qwen3_5", "lfm2_vl", "lfm3_vl", "glm4v"]
+    "family",
+    [
+        *("llava", "smolvlm", "qwen3_vl", "gemma3", "gemma4", "gemma4_e", "qwen3_5", "lfm2_vl", "lfm3_vl", "glm4v"),
+        *("llava_onevision", "minicpmv4_7"),
+    ],
 )
 
 
@@ -105,8 +114,7 @@ def test_a_picture_is_seen_as_transformers_sees_it(family: str, start: Start, tr
     assert [output.token_ids for output in again] == wanted[:2]
     for output, request in zip(again, requests[:2], strict=True):
         assert output.stats.cached_tokens == (len(request.prompt) - 1) // 16 * 16
-    if family in ("lfm3_vl", "glm4v_moe"):  # as for text
-        name = "Lfm3VlForConditionalGeneration" if family == "lfm3_vl" else "Glm4vMoeForConditionalGeneration"
+    if name := UNCOMPILED.get(family):  # as for text
         assert engine.model_info().slow_paths == (f"decoding is not compiled: {name} is not a plain decoder",)
     else:
         assert engine.model_info().slow_paths == (), "decoding is compiled, as for text"
@@ -132,8 +140,8 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
     lengths = [len(request.prompt) for request in requests]
     longest = max(lengths) + COUNT
     block, blocks = files.cache(16, 1), longest // 16 + 2
-    if family in ("gemma4", "gemma4_e", "lfm2_vl"):  # for all prompts, but not for their answers
-        blocks = sum(-(-one // 16) for one in lengths) + 1
+    if family in ("gemma4", "gemma4_e", "lfm2_vl", "minicpmv4_7"):  # for all prompts, but not for their answers
+        blocks = sum(-(-one // 16) for one in lengths) + (5 if family == "minicpmv4_7" else 1)  # some for states
     if family in ("gemma4", "gemma4_e"):
         block = 16 * (4 if family == "gemma4" else 3) * 2 * 2 * 16 * 4
     states = 3 * files.states()
@@ -171,6 +179,11 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("lfm3_vl", {"quantization": "int8"}),
         ("llava", {"quantization": "int8"}),
         ("mistral3", {"compile_kernels": False}),
+        ("llava_next", {"quantization": "int8"}),
+        ("llava_onevision", {}),
+        ("aya_vision", {}),
+        ("minicpmv4_6", {}),
+        ("minicpmv4_7", {"quantization": "int8"}),
     ],
 )
 def test_other_numbers_see_as_well(family: str, changes: dict[str, Any], start: Start) -> None:
@@ -264,7 +277,18 @@ def test_gemma_4_shows_more_or_fewer_tokens(start: Start, reference_of: Callable
         assert engine.generate(prompt, GREEDY).token_ids == wanted
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "internvl", "lfm2_vl", "lfm3_vl", "glm4v"])
+@pytest.mark.parametrize("family", ["minicpmv4_6", "minicpmv4_7"])
+def test_the_images_of_a_prompt_are_numbered_where_the_model_wants_it(family: str, start: Start) -> None:
+    engine = start(family)
+    one, two = requests_of(engine, prompts(engine), GREEDY)
+    texts = [engine.tokenizer.decode([*request.prompt]) for request in (one, two)]
+    assert [text.count("<image_id>") for text in texts] == [1, 2]
+    assert all(f"<image_id>{number}</image_id><image><|image_pad|>" in texts[1] for number in (0, 1))
+    begins = [engine.tokenizer.decode([two.prompt[image.offset]]) for image in two.images]
+    assert begins == ["<image>" if family == "minicpmv4_7" else "<|image_pad|>"] * 2, "from the first unlike text on"
+
+
+@pytest.mark.parametrize("family", ["llava", "llava_next", "qwen2_5_vl", "internvl", "lfm2_vl", "lfm3_vl", "glm4v"])
 def test_pixels_are_bounded(family: str, start: Start) -> None:
     few, many = start(family, max_pixels=56 * 56), start(family)
     prompt = ImageText(f"{few.image_mark} Well?", (picture(160, 90),))

@@ -32,7 +32,7 @@ Truth = Callable[[InferenceEngine, Sequence[Prompt]], Answers]
 has_kernels = pytest.mark.skipif(not {*cpu_flags().split()} >= KERNEL_FLAGS, reason="the kernels need AVX2")
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_moe", "lfm2_vl", "lfm3_vl"])
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_moe", "lfm2_vl", "lfm3_vl", "minicpmv4_7"])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
