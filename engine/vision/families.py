@@ -340,4 +340,4 @@ _TOWERS = {
 }
 HEARING = {"audio_tower", "embed_audio"}
 """Modules' names, too."""
-_BIDIRECTIONAL = {"gemma3n", "paligemma", "shieldgemma2", "t5gemma2"}
+_BIDIRECTIONAL = {"paligemma", "shieldgemma2", "t5gemma2"}

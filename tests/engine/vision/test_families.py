@@ -216,7 +216,7 @@ def test_marks_tell_images_and_their_parts_apart() -> None:
     assert marks([PromptImage("a" * 64, 10, 20, (1, 4, 4), (None, 99))], 16, 32) != marks([one], 16, 32)
 
 
-@pytest.mark.parametrize("kind", ["gemma3n", "paligemma"])
+@pytest.mark.parametrize("kind", ["paligemma", "shieldgemma2"])
 def test_prompts_that_see_both_ways_are_not_supported(kind: str) -> None:
     config = {"model_type": kind, "vision_config": {}, "text_config": {}}
     assert family_of(config) is None
