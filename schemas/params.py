@@ -81,6 +81,14 @@ class GenerationParams(Strict):
         """The generation plug-ins of all kinds."""
         return self.logits_processors + self.stopping_criteria + self.clean_ups
 
+    @field_validator("prompt_logprobs", mode="before")
+    @classmethod
+    def _was_a_flag(cls, value: object, info: ValidationInfo) -> object:
+        # Earlier releases wrote whether the prompt's tokens had as many alternatives as the answer's, or none.
+        if info.mode == "json" and isinstance(value, bool):
+            return info.data.get("logprobs") if value else None
+        return value
+
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _keys_are_token_ids(cls, value: object) -> object:

@@ -40,6 +40,7 @@ from ..events import (
 )
 from ..jobs import InferenceBatch, Job, ValidatedJob
 from ..loops import LoopJob, Step
+from ..params import GenerationParams
 
 JOB = "job/1"
 VALIDATED_JOB = "validated-job/1"
@@ -97,6 +98,9 @@ def encode(value: Job | ValidatedJob | InferenceBatch | LoopJob | Step | Event) 
 
 def _fields(value: Any) -> dict[str, Any]:
     """Serialises nested models for orjson; `model_dump` would first copy the whole body."""
+    if isinstance(value, GenerationParams) and value.prompt_logprobs is None:
+        # Earlier releases, for which this is a flag, read no null.
+        return {name: each for name, each in value.__dict__.items() if name != "prompt_logprobs"}
     if isinstance(value, BaseModel):
         return value.__dict__
     raise TypeError(type(value).__name__)

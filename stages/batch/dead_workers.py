@@ -12,6 +12,8 @@ import asyncio
 
 import structlog
 
+from ...schemas.errors import NotYet
+from ...schemas.jobs import InferenceBatch
 from ...schemas.registry import WorkerCard
 from ...streams.outages import outage_logged
 from ...streams.port import Consumer
@@ -42,13 +44,15 @@ class Reclaimer:
                 await self._look()
 
     async def _pause(self) -> None:
-        """Return after a heartbeat, or as soon as one more worker is known to have died."""
+        """Return after a heartbeat, or as soon as one more worker is known to have died, or one is back."""
         registry, clock = self._pipe.registry, asyncio.get_running_loop().time
         until = clock() + self._pipe.settings.heartbeat_interval
         known = {card.incarnation for card in registry.ended.values()}
         while clock() < until and not {card.incarnation for card in registry.ended.values()} - known:
             await asyncio.sleep(min(POLL, self._pipe.settings.heartbeat_interval))
             registry.drop_ended()
+            if self._held.keys() & {card.id for card in registry.workers}:
+                return
 
     async def _look(self) -> None:
         now, outages = asyncio.get_running_loop().time(), self._pipe.broker.outages
@@ -81,6 +85,13 @@ class Reclaimer:
         """Whether this copy ends the worker's leases: a second copy doing so would end the first one's."""
         bucket = await self._pipe.broker.bucket(LEASES)
         return await bucket.create(f"ended.{card.incarnation}", b"") is not None
+
+
+def check_lost(batch: InferenceBatch, registry: Registry) -> None:
+    """Raises `NotYet` for a batch that was sent to a process which lives, and is to have it, although messages of its
+    name are still taken back."""
+    if any((card.id, card.incarnation) == (batch.worker, batch.incarnation) for card in registry.workers):
+        raise NotYet(POLL)
 
 
 def visit_after(worker: str, registry: Registry) -> Visit | None:

@@ -28,7 +28,7 @@ from .. import endings
 from ..contract import Intake, JobStage, Pipe
 from ..visits import CURRENT
 from .consuming import consume_lanes
-from .dead_workers import Reclaimer, visit_after
+from .dead_workers import Reclaimer, check_lost, visit_after
 from .fleet import Fleet
 from .lanes import Lanes, Waiting
 from .news import WaitingNews
@@ -142,6 +142,7 @@ class Batch(JobStage):
     async def _take_back(self, delivery: Delivery) -> None:
         """Give the jobs of a dead worker to others, one by one, unless they had come to an end."""
         batch = codec.decode_model(InferenceBatch, delivery.message.data, codec.BATCH)
+        check_lost(batch, self.pipe.registry)
         epochs = batch.epochs or (0,) * len(batch.jobs)
         sequence = RESUMED + delivery.message.sequence
         visit = visit_after(batch.worker, self.pipe.registry)

@@ -1,4 +1,4 @@
-"""Reads back the answer of a turn from the broker."""
+"""Reads back from the broker what became of a turn."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ async def answer_of(pipe: Pipe, tenant: str, request: str) -> tuple[list[Token],
         if final is not None or clock() >= until:
             return tokens, final
         await asyncio.sleep(POLL_INTERVAL)
+
+
+async def was_accepted(pipe: Pipe, tenant: str, request: str) -> bool:
+    """Whether a turn has come further than to a refusal: its client has had an answer that names the response."""
+    stored = await pipe.broker.replay(EVENTS, pipe.subjects.events_at(tenant, request))
+    return any(not isinstance(codec.decode_event(message.data), FINAL) for message in stored)
 
 
 async def _stored(pipe: Pipe, tenant: str, request: str) -> tuple[list[Token], Event | None]:

@@ -30,7 +30,7 @@ from ...streams.topology import EVENTS, TOOLS
 from ..contract import Intake, Pipe, Stage
 from ..endings import Address
 from ..visits import traceparent
-from .answer import answer_of
+from .answer import answer_of, was_accepted
 from .calls import (
     Calls,
     Toolbox,
@@ -337,8 +337,9 @@ class Tools(Stage):
             final = Done(job.id, (cut if ended.status == "incomplete" else "stop",), usage, ended.at, fallback)
         await publish_event(self.pipe, address(job), final, "end")
         await self._log.drop_sealed(job.tenant, job.id)
-        # Its client gets a refusal and never learns its id.
+        # A client whose first turn was not accepted gets a refusal and never learns its id.
         is_refusal = error is not None and error.status in REFUSED and not stored.output and not stored.turns
+        is_refusal = is_refusal and not await was_accepted(self.pipe, job.tenant, str(TurnId(job.id, 1)))
         if job.body.get("store") is False or is_refusal:
             await self._log.delete(job.tenant, stored)
 

@@ -30,6 +30,7 @@ from .management import (
     CONSUMER_EXISTS,
     CONSUMER_MISSING,
     INSUFFICIENT,
+    STREAM_MISSING,
     ApiError,
     Json,
     allowed,
@@ -133,7 +134,9 @@ class PullConsumer:
         try:
             await (consumer._take_over() if spec.takeover else consumer._create(consumer_config(spec)))
         except ApiError as error:
-            raise StartupError(f"consumer {spec.name} of stream {stream}: {error}") from error
+            is_lost = error.code == STREAM_MISSING
+            advice = "; if the server has lost its store, create it again with `penstock nats setup --apply`"
+            raise StartupError(f"consumer {spec.name} of stream {stream}: {error}{advice * is_lost}") from error
         consumer._subscription = await link.subscribe(f"{consumer._inbox}.*", consumer._receive)
         consumer._forget = link.on_restored(consumer._lose)
         consumer._keeper = asyncio.create_task(consumer._keep())

@@ -100,9 +100,9 @@ async def owned(broker: JetStreamBroker, loaded: Loaded) -> Settings:
     deployment = Deployment(broker, loaded)
     before = (await deployment.agreed()).configuration
     wanted = before.model_copy(update=explicit(loaded))
+    await deployment.change(wanted)
     for name, (old, new) in changes(before, wanted).items():
         log.info("deployment setting changed", setting=name, before=shown(old), after=shown(new))
-    await deployment.change(wanted)
     return adopt(loaded.settings, wanted)
 
 
@@ -200,8 +200,6 @@ class Deployment:
     async def check_safe(self, before: Configuration, after: Configuration) -> None:
         """Raises `StartupError` if `after` would strand requests or confuse running parts."""
         changed = changes(before, after)
-        if await self._broker.present(self._broker.server_name(WORKERS)) is None:
-            return
         structural = [name for name in _STOPPED if name in changed]
         if before.layout != LAYOUT:
             structural.append("the layout of the streams")

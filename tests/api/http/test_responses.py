@@ -18,7 +18,7 @@ from penstock.api.http.answers import FOR_EVER
 from penstock.schemas.events import Accepted, Cancelled, Done, Event, Failed
 from penstock.schemas.jobs import Job
 from penstock.schemas.loops import Source, Step, ToolResult, is_response
-from penstock.schemas.registry import StageCard
+from penstock.schemas.registry import ModelRefusal, StageCard
 from penstock.schemas.wire import codec
 from penstock.stages.tools.calls import UNKNOWN, Calls
 from penstock.streams.port import Message
@@ -556,6 +556,28 @@ def test_a_refusal_of_the_first_turn_has_its_status_and_leaves_nothing(office: O
         assert office.refused(400, input="x " * 9000, **way)["code"] == "context_length_exceeded"
     assert office.refused(404, input="Hi.", model="none")["code"] == "model_not_found"
     assert office.kept() == before
+
+
+def test_a_refusal_after_the_first_turn_was_accepted_is_told_to_whoever_has_its_id(runner: asyncio.Runner) -> None:
+    office = Office(runner)
+    pipe = office.pipeline.pipe
+    try:
+        office.run(office.pipeline.lose_worker())
+        answer = office.ask("POST", "/v1/responses", {"model": "echo", "input": "Go.", "background": True})
+        begun = orjson.loads(answer.body)
+        assert begun["status"] == "queued"
+
+        async def refuse() -> Response:
+            refusal = ModelRefusal(reason="The model is broken.", at=pipe.now() + 1.0)
+            await pipe.registry.refuse_model("echo", 1, refusal)
+            async with asyncio.timeout(60):
+                return await ask(office.apps[1], "GET", f"/v1/responses/{begun['id']}?stream=true")
+
+        made = check_responses(office.run(refuse()).body)
+        assert made["status"] == office.stored(begun["id"])["status"] == "failed"
+        assert "The model is broken." in made["error"]["message"]
+    finally:
+        office.close()
 
 
 @pytest.mark.parametrize(("label", "fits"), [("everything", True), ("functions", False)])

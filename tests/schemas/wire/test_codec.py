@@ -331,6 +331,43 @@ def test_version_before_and_every_minor_version_can_be_read(header: str | None, 
     assert codec.is_schema(header, schema) is readable
 
 
+VALIDATED = ValidatedJob(
+    id="r",
+    endpoint="/v1/completions",
+    bridge="b",
+    tenant="t",
+    priority="low",
+    model="m",
+    prompts=((1, 2),),
+    params=GenerationParams(),
+    created=1.0,
+    deadline=2.0,
+    body={},
+)
+PROMPT_LOGPROBS = [
+    (None, None, False),
+    (2, None, False),
+    (2, 2, True),
+    (0, 0, True),
+]  # logprobs, then today's, then a flag
+
+
+@pytest.mark.parametrize(("logprobs", "prompt_logprobs", "flag"), PROMPT_LOGPROBS)
+def test_prompts_log_probabilities_that_earlier_releases_asked_for_by_a_flag_are_read(
+    logprobs: int | None, prompt_logprobs: int | None, flag: bool
+) -> None:
+    job = VALIDATED.model_copy(update={"params": GenerationParams(logprobs=logprobs, prompt_logprobs=prompt_logprobs)})
+    content = json.loads(codec.encode(job))
+    content["params"]["prompt_logprobs"] = flag
+    assert codec.decode_model(ValidatedJob, orjson.dumps(content), codec.VALIDATED_JOB) == job
+
+
+def test_earlier_releases_whose_flag_was_no_null_read_jobs_without_prompts_log_probabilities() -> None:
+    batch = InferenceBatch(id="b", worker="w", jobs=(VALIDATED,))
+    for content in (json.loads(codec.encode(VALIDATED)), json.loads(codec.encode(batch))["jobs"][0]):
+        assert content["params"].get("prompt_logprobs", False) is False
+
+
 def test_job_that_names_a_newer_minor_version_may_have_newer_fields() -> None:
     data = b'{"body": {"a": 1}, "colour": "red"}'
     assert codec.decode_model(Job, data, "job/1.1") == Job(body={"a": 1})

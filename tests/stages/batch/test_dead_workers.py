@@ -15,8 +15,9 @@ from penstock.schemas.events import Done, Event
 from penstock.schemas.jobs import InferenceBatch, Priority
 from penstock.schemas.registry import WorkerCard
 from penstock.schemas.wire import codec
-from penstock.stages import Pipe
+from penstock.stages import Pipe, Runner
 from penstock.stages.batch.dead_workers import Reclaimer
+from penstock.stages.infer.stage import Infer
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.port import SCHEMA, Consumer, ConsumerSpec
 
@@ -158,6 +159,30 @@ async def test_the_next_process_of_a_name_keeps_its_consumer() -> None:
     assert (reclaimer._held, broker.forgotten) == ({}, [])
     await pipe.broker.publish(subject, b"{}", message_id="the next batch")
     assert len(await following.take(1)) == 1
+    await pipeline.stop()
+
+
+async def test_a_request_of_a_dead_worker_goes_on_at_the_next_one_of_its_name_with_a_single_seat() -> None:
+    """The new one comes while the messages of its name are still taken back, as after a restart of everything."""
+    pipeline = await Pipeline.start(max_batch_size=1)
+    await pipeline.lose_worker()
+    pipe, old = pipeline.pipe, pipeline.infer._card
+    job = validated(f"r-{uuid.uuid4().hex}", pipe)
+    batch = InferenceBatch(id=uuid.uuid4().hex, worker=old.id, jobs=(job,), incarnation=old.incarnation)
+    with capture_logs() as logs:
+        subject = pipe.subjects.infer(old.id)
+        await pipe.broker.publish(subject, codec.encode(batch), message_id=batch.id, headers={SCHEMA: codec.BATCH})
+        async with asyncio.timeout(60):
+            while "others take" not in str(logs):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    following = Runner(Infer(pipe, pipeline.engine, old.model_copy(update={"incarnation": "next"})), pipe)
+    running = asyncio.create_task(following.run())
+    async with asyncio.timeout(60):
+        events = pipe.subjects.events(job.tenant, job.bridge, job.id)
+        while not any(isinstance(event, Done) for event in await told(pipe, events)):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    following.stop()
+    await running
     await pipeline.stop()
 
 

@@ -375,6 +375,15 @@ async def test_somebody_else_at_the_address() -> None:
             await JetStreamBroker.connect(f"nats://127.0.0.1:{port}", namespace="p")
 
 
+async def test_a_part_whose_server_has_lost_its_store_says_how_to_create_the_streams(
+    jetstream: JetStreamBroker,
+) -> None:
+    await jetstream.ensure([StreamSpec("WORK", ("work.>",), "work_queue", "file")], [])
+    await jetstream.remove("WORK")
+    with pytest.raises(StartupError, match=r"_WORK: stream not found; .* `penstock nats setup --apply`$"):
+        await jetstream.consume(ConsumerSpec("WORK", "all", "work.>"), prefetch=1)
+
+
 async def test_processes_may_ensure_at_once(server: EmbeddedServer, namespace: str) -> None:
     script = f"""
 import asyncio

@@ -25,9 +25,10 @@ from penstock.streams.lanes import open_lanes
 from penstock.streams.nats.administration.deployment import KEY, Deployment, joined, layout, owned
 from penstock.streams.nats.administration.migration import move_into_lanes
 from penstock.streams.nats.broker import JetStreamBroker
+from penstock.streams.nats.management import call
 from penstock.streams.nats.servers.server import EmbeddedServer
 from penstock.streams.port import NEXT, BucketSpec, ConsumerSpec, StreamSpec
-from penstock.streams.topology import RESPONSES, STATE, Subjects, batch_stream, lanes_of
+from penstock.streams.topology import RESPONSES, STATE, WORKERS, Subjects, batch_stream, lanes_of
 
 DAY = 86400.0
 LONG = {"responses_ttl": 90 * DAY, "tenant_limit": 7, "events_ttl": 3600.0}
@@ -305,8 +306,13 @@ async def test_partitions_stay_while_requests_run(jetstream: JetStreamBroker, pa
     assert (await owned(jetstream, part(stream_partitions=4))).stream_partitions == 4
 
 
-async def test_a_stage_leaves_when_nothing_waits_for_it(jetstream: JetStreamBroker, part: Part) -> None:
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_a_stage_leaves_when_nothing_waits_for_it(
+    jetstream: JetStreamBroker, part: Part, restarted: bool
+) -> None:
     await owned(jetstream, part(pipeline=CUSTOM))
+    if restarted:  # the server has lost what it had in memory, such as who runs
+        await call(jetstream._link, f"STREAM.DELETE.{jetstream.server_name(WORKERS)}")
     subject = Subjects(part().settings.namespace).stage("custom", "low", "t")
     published = await jetstream.publish(subject, b"", message_id="m")
     with pytest.raises(
