@@ -24,8 +24,8 @@ test: $(VENV)/test.done
 	$(BIN)/ruff format --check .
 	mkdir -p $(VENV)/src && ln -sfn ../.. $(VENV)/src/penstock
 	cd $(VENV)/src && ../bin/mypy --config-file ../../pyproject.toml penstock
-	# More than there are processors: many tests wait for processes of their own. tests/conftest.py orders the files.
-	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	# One more than there are processors: many tests wait for processes of their own. tests/conftest.py orders the files.
+	$(BIN)/pytest -n $$(($$(nproc) < 3 ? $$(nproc) + 1 : 4)) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # In dist/, with the compiled kernels for all processors that the compilers here can build for.
 wheel: $(VENV)/run.done
