@@ -7,7 +7,7 @@ Knows no broker and no clock.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -18,6 +18,7 @@ from .seats import Seats
 
 Fits = Callable[[WorkerCard, Seats], bool]
 Key = tuple[Any, ...]  # of what a worker is ordered by, and its name
+_QUESTIONS = 64  # whose refusals are remembered
 
 
 class Fleet:
@@ -32,6 +33,8 @@ class Fleet:
         self._by_load = _Order(lambda one: (one.active, one.worker))
         self._by_memory = _Order(lambda one: (-one.free_tokens, one.active, one.worker))
         self._largest: int | None = None  # of the caches, in tokens; None: to be found anew
+        self._changes = dict.fromkeys(self.members, 0)  # of each worker so far
+        self._refused: dict[Hashable, dict[str, int]] = {}  # by question and worker, after so many changes of that
         for worker, (_, seats) in self.members.items():
             seats.changed = partial(self._note, worker)
 
@@ -43,8 +46,12 @@ class Fleet:
             self._largest = max(sizes, default=0) if all(size > 0 for size in sizes) else 0
         return self._largest
 
-    def fitting(self, fits: Fits) -> Fitting:
-        """Those with a free seat of whom `fits` says so, as they are now."""
+    def fitting(self, fits: Fits, question: Hashable) -> Fitting:
+        """Those with a free seat of whom `fits` says so, as they are now.
+
+        `question` is all that `fits` goes by beside the worker: one that it has refused is not asked about again until
+        it changes. Or else a thousand full workers would be looked at for each seat that becomes free.
+        """
         orders = self._by_name, self._by_load, self._by_memory
         for worker in self._changed:
             card, seats = self.members[worker]
@@ -56,10 +63,13 @@ class Fleet:
             for order in orders:
                 order.put(worker, candidate)
         self._changed.clear()
-        return Fitting(self, fits)
+        if question not in self._refused and len(self._refused) >= _QUESTIONS:
+            self._refused.clear()
+        return Fitting(self, fits, self._refused.setdefault(question, {}))
 
     def _note(self, worker: str, resized: bool) -> None:
         self._changed.add(worker)
+        self._changes[worker] += 1
         if resized:
             self._largest = None
 
@@ -67,9 +77,10 @@ class Fleet:
 class Fitting:
     """Implements `Candidates`, until the next change of the fleet."""
 
-    def __init__(self, fleet: Fleet, fits: Fits) -> None:
+    def __init__(self, fleet: Fleet, fits: Fits, refused: dict[str, int]) -> None:
         self._fleet = fleet
         self._fits = fits
+        self._refused = refused
 
     def __bool__(self) -> bool:
         return next(iter(self), None) is not None
@@ -87,8 +98,15 @@ class Fitting:
         return next(self._those(self._fleet._by_memory.sorted()))
 
     def _those(self, keys: Iterable[Key]) -> Iterator[Candidate]:
-        members, candidates, fits = self._fleet.members, self._fleet._with_room, self._fits
-        return (candidates[key[-1]] for key in keys if fits(*members[key[-1]]))
+        members, candidates, changes = self._fleet.members, self._fleet._with_room, self._fleet._changes
+        for key in keys:
+            worker = key[-1]
+            if self._refused.get(worker) == changes[worker]:
+                continue
+            if self._fits(*members[worker]):
+                yield candidates[worker]
+            else:
+                self._refused[worker] = changes[worker]
 
 
 class _Order:

@@ -34,13 +34,20 @@ class SeatShares:
         self._total = 0.0  # the weights of those
         self._needs: dict[str, float] = {}  # seats that each has needed on average; set by look
         self._known: dict[int, float] = {}  # what all need of a worker, by its seats
-        self.workers = 1  # how many run the model; set by the batch stage
+        self._workers = 1  # how many run the model
+        self.version = 0  # what `allow` says of a worker that has not changed is the same as long as this is
+
+    def run_by(self, workers: int) -> None:
+        """So many run the model."""
+        if workers != self._workers:
+            self._workers = workers
+            self._forget()
 
     def came(self, tenant: str, now: float) -> None:
         """The tenant has sent a request."""
         if tenant not in self._came:
             self._total += self._weight(tenant)
-            self._known.clear()
+            self._forget()
         self._came[tenant] = now
         self._came.move_to_end(tenant)
         if len(self._came) > MOST_TENANTS:
@@ -56,7 +63,7 @@ class SeatShares:
         for tenant in self._came:
             before = self._needs.get(tenant, 0.0)
             self._needs[tenant] = before + (_RISE if needed[tenant] > before else _FALL) * (needed[tenant] - before)
-        self._known.clear()
+        self._forget()
 
     def allow(self, tenant: str, wanted: int, held: Held, capacity: int, free: int, now: float) -> bool:
         """Whether a tenant may have `wanted` more seats of a worker of `capacity` that has `free` ones for it.
@@ -93,7 +100,7 @@ class SeatShares:
         return self._known[capacity]
 
     def _part(self, tenant: str, capacity: int) -> float:
-        return min(self._needs.get(tenant, 0.0) / self.workers, self._share(tenant, capacity))
+        return min(self._needs.get(tenant, 0.0) / self._workers, self._share(tenant, capacity))
 
     def _share(self, tenant: str, capacity: int) -> float:
         """An equal share of a worker's seats, by weights."""
@@ -106,4 +113,8 @@ class SeatShares:
         tenant, _ = self._came.popitem(last=False)
         self._needs.pop(tenant, None)
         self._total -= self._weight(tenant)
+        self._forget()
+
+    def _forget(self) -> None:
         self._known.clear()
+        self.version += 1

@@ -195,7 +195,7 @@ class Batch(JobStage):
         living = self._workers.living(*key)
         crowding: set[str] = set()  # tenants that have their share of every worker with room
         is_blocked = False
-        lanes.shares.workers = max(1, len(living.members))
+        lanes.shares.run_by(max(1, len(living.members)))
         heads = deque(lanes.heads(self.pipe.now()))
         while heads:
             head = heads.popleft()
@@ -206,8 +206,9 @@ class Batch(JobStage):
                 continue
             if is_blocked and head.job.priority != "high":  # for whom alone there may be room where others have none
                 continue
-            fitting = living.fitting(partial(self._fits, lanes, head))
-            if not fitting and living.fitting(partial(self._has_room, head)):
+            asked = head.job.priority == "high", head.job.seats
+            fitting = living.fitting(partial(self._fits, lanes, head), (*asked, head.job.tenant, lanes.shares.version))
+            if not fitting and living.fitting(partial(self._has_room, head), asked):
                 crowding.add(head.job.tenant)
                 heads = deque(lanes.heads(self.pipe.now(), crowding))
                 continue

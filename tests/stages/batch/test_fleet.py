@@ -86,7 +86,7 @@ def test_every_strategy_picks_as_if_it_looked_at_all(name: str, history: list[tu
         test = partial(fits, number, urgent)
         pairs = zip(cards, all_seats, strict=True)
         expected = Listed(one.candidate(card) for card, one in pairs if test(card, one))
-        fitting = fleet.fitting(test)
+        fitting = fleet.fitting(test, (number, urgent))
         assert list(fitting) == expected
         assert bool(fitting) == bool(expected)
         sizes = [one.room.total_tokens for one in all_seats]
@@ -109,8 +109,29 @@ def test_whom_a_choice_visits_does_not_grow_with_the_workers() -> None:
         fleet, strategy = Fleet((card, Seats(named(card.id))) for card in cards), STRATEGIES[name]()
         visited.clear()
         for _ in range(10):
-            assert strategy.pick(fleet.fitting(sees), JOB) is not None
+            assert strategy.pick(fleet.fitting(sees, "any"), JOB) is not None
         assert len(visited) == 10
+
+
+def test_who_has_refused_is_asked_again_once_it_has_changed() -> None:
+    """Or else each seat that becomes free while much waits would have all workers looked at."""
+    visited: list[str] = []
+
+    def sees(card: WorkerCard, seats: Seats) -> bool:
+        visited.append(card.id)
+        return seats.room.active == 7
+
+    cards = [WorkerCard(id=f"w{n}", model=MODEL, capacity=4, pid=1, incarnation="i") for n in range(100)]
+    all_seats = [Seats(named(card.id)) for card in cards]
+    fleet = Fleet(zip(cards, all_seats, strict=True))
+    for _ in range(10):
+        assert not fleet.fitting(sees, "first")
+    assert len(visited) == 100
+    all_seats[40].hear(named("w40").model_copy(update={"active": 7}), "us")
+    assert [one.worker for one in fleet.fitting(sees, "first")] == ["w40"]
+    assert visited[100:] == ["w40"]
+    assert not fleet.fitting(lambda *_: False, "second")
+    assert [one.worker for one in fleet.fitting(sees, "second")] == [], "what was refused is the question's"
 
 
 def named(name: str) -> Room:

@@ -105,7 +105,7 @@ def test_weights_are_shares() -> None:
 
 def test_workers_keep_seats_free_together() -> None:
     worker = Worker(most=1.0)
-    worker.shares.workers = 16
+    worker.shares.run_by(16)
     worker.come("flood", "few")
     worker.pass_with(60, flood=500, few=4)
     assert worker.flood("flood") == SEATS - 2
