@@ -162,9 +162,14 @@ class Pipe:
                 known, trail = trail, await self._trail(subject)
                 trail.merge(known)
             else:
-                trail.add(event, stored.sequence)
-                if counts and isinstance(event, FINAL) and not stored.duplicate:
-                    count_outcome(event)
+                if stored.duplicate:  # and pushed out since, perhaps: there is nothing at its sequence to be behind
+                    trail.add(event, 0)
+                    known, trail = trail, await self._trail(subject)
+                    trail.merge(known)
+                else:
+                    trail.add(event, stored.sequence)
+                    if counts and isinstance(event, FINAL):
+                        count_outcome(event)
                 break
         if trail.overlaps(event):
             raise GenerationFailed("Part of the answer is no longer stored; send the request again.")

@@ -21,6 +21,7 @@ from penstock.stages import Pipe
 from penstock.stages.cancellations import Cancellations
 from penstock.stages.stream import EventPublisher
 from penstock.stages.validate.stage import MIN_DUPLICATE_CHECK
+from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.stores.registry import Registry
 from penstock.streams.topology import Subjects, batch_stream, lanes_of, topology
 
@@ -161,6 +162,26 @@ async def test_copies_at_once_publish_one_stream() -> None:
     await asyncio.gather(*map(publish, pipes))
     events = await broker.replay("EVENTS", subjects.events(job.tenant, job.bridge, job.id))
     assert check([codec.decode_event(message.data) for message in events], accepted=False) == "x" * 20
+
+
+async def test_nothing_is_published_behind_what_was_pushed_out() -> None:
+    """As where many requests wait for long; whoever listens would hear the first token twice."""
+    broker, chosen = MemoryBroker(), Settings(backend="echo")
+    subjects = Subjects(chosen.namespace)
+    await broker.ensure(*topology(chosen.namespace, chosen.job_stages))
+    first, later = (Pipe(broker, subjects, chosen, Registry(broker, interval=1.0), Cancellations()) for _ in range(2))
+    heard: list[Event] = []
+    await broker.listen(subjects.events_of("test"), lambda message: heard.append(codec.decode_event(message.data)))
+    accepted, token = Accepted("r", MODEL, 0, 1), Token("r", 0, 0, (7,), "x")
+    await first.open(accepted, tenant="anna", bridge="test")
+    (stored_one,) = await broker.replay("EVENTS", subjects.events("anna", "test", "r"))
+    await broker.delete("EVENTS", stored_one.sequence)
+    await later.open(accepted, tenant="anna", bridge="test")
+    await later.emit(token, tenant="anna", bridge="test", key="0.0")
+    await asyncio.sleep(0)
+    assert [event for event in heard if isinstance(event, Token)] == [token]
+    stored_now = await broker.replay("EVENTS", subjects.events("anna", "test", "r"))
+    assert [codec.decode_event(message.data) for message in stored_now] == [token]
 
 
 def test_nothing_follows_a_final_event(forgetful: Pipeline) -> None:
