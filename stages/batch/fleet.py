@@ -33,8 +33,7 @@ class Fleet:
         self._by_load = _Order(lambda one: (one.active, one.worker))
         self._by_memory = _Order(lambda one: (-one.free_tokens, one.active, one.worker))
         self._largest: int | None = None  # of the caches, in tokens; None: to be found anew
-        self._changes = dict.fromkeys(self.members, 0)  # of each worker so far
-        self._refused: dict[Hashable, dict[str, int]] = {}  # by question and worker, after so many changes of that
+        self._refused: dict[Hashable, set[str]] = {}  # by question, the workers that have not changed since
         for worker, (_, seats) in self.members.items():
             seats.changed = partial(self._note, worker)
 
@@ -65,11 +64,12 @@ class Fleet:
         self._changed.clear()
         if question not in self._refused and len(self._refused) >= _QUESTIONS:
             self._refused.clear()
-        return Fitting(self, fits, self._refused.setdefault(question, {}))
+        return Fitting(self, fits, self._refused.setdefault(question, set()))
 
     def _note(self, worker: str, resized: bool) -> None:
         self._changed.add(worker)
-        self._changes[worker] += 1
+        for refused in self._refused.values():
+            refused.discard(worker)
         if resized:
             self._largest = None
 
@@ -77,7 +77,7 @@ class Fleet:
 class Fitting:
     """Implements `Candidates`, until the next change of the fleet."""
 
-    def __init__(self, fleet: Fleet, fits: Fits, refused: dict[str, int]) -> None:
+    def __init__(self, fleet: Fleet, fits: Fits, refused: set[str]) -> None:
         self._fleet = fleet
         self._fits = fits
         self._refused = refused
@@ -98,15 +98,17 @@ class Fitting:
         return next(self._those(self._fleet._by_memory.sorted()))
 
     def _those(self, keys: Iterable[Key]) -> Iterator[Candidate]:
-        members, candidates, changes = self._fleet.members, self._fleet._with_room, self._fleet._changes
+        members, candidates = self._fleet.members, self._fleet._with_room
+        if candidates.keys() <= self._refused:
+            return
         for key in keys:
             worker = key[-1]
-            if self._refused.get(worker) == changes[worker]:
+            if worker in self._refused:
                 continue
             if self._fits(*members[worker]):
                 yield candidates[worker]
             else:
-                self._refused[worker] = changes[worker]
+                self._refused.add(worker)
 
 
 class _Order:
