@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ...schemas.errors import ModelLoadError
+from .slices import token_side
 
 _MARKS = ("slice_start_id", "slice_end_id", "image_start_id", "image_end_id", "newline_id")
 
@@ -22,5 +23,4 @@ class Canvas(NamedTuple):
         """Raises `ModelLoadError`."""
         if missing := [name for name in _MARKS if not isinstance(config.get(name), int)]:
             raise ModelLoadError(f"config.json does not give {', '.join(missing)}; the model's files are incomplete")
-        merge = 2 if config.get("downsample_mode", "16x") == "4x" else 4
-        return cls(merge, tuple(config[name] for name in _MARKS))
+        return cls(token_side(config), tuple(config[name] for name in _MARKS))

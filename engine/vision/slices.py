@@ -12,6 +12,11 @@ from typing import Any
 from ...schemas.errors import ModelLoadError
 
 
+def token_side(config: Mapping[str, Any]) -> int:
+    """Of the square of patches that one token of MiniCPM-V shows."""
+    return 2 if config.get("downsample_mode", "16x") == "4x" else 4
+
+
 def slices(_: Mapping[str, Any], made: Mapping[str, Any]) -> tuple[int, ...]:
     """Rows and columns of slices, and the patches in height and width of the whole and of each slice."""
     return tuple(int(number) for number in (*made["grids"][0], *made["target_sizes"].flatten()))
@@ -20,7 +25,7 @@ def slices(_: Mapping[str, Any], made: Mapping[str, Any]) -> tuple[int, ...]:
 def write_slices(config: Mapping[str, Any], grid: Sequence[int], mark: str) -> str:
     """The text that stands for a picture of so many `slices`, where `mark` is the text of one token."""
     rows, columns, *sizes = grid
-    patches = 4 if config.get("downsample_mode", "16x") == "4x" else 16  # that one token shows
+    patches = token_side(config) ** 2
     whole, *others = [mark * (height * width // patches) for height, width in zip(sizes[::2], sizes[1::2], strict=True)]
     lines = [others[row * columns : (row + 1) * columns] for row in range(rows)]
     return f"<image>{whole}</image>" + "\n".join("".join(f"<slice>{one}</slice>" for one in line) for line in lines)

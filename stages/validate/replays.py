@@ -133,7 +133,9 @@ class Replays:
             if after and found and found[0].sequence == after:
                 return found[1:]
             whole = await self._broker.replay(EVENTS, subject) if after else found
-        if not (_begins(whole, after) if whole else not after):
+        if not (whole or after):
+            return []
+        if not whole or _follows(whole[0]) or 0 < after < whole[0].sequence:
             raise GenerationFailed("Part of the answer is no longer stored; send the request again.")
         if after:
             raise InvalidRequest(
@@ -141,15 +143,13 @@ class Replays:
                 f" {whole[-1].sequence}. Ask with the sequence of an event that you have, or 0.",
                 param="after",
             )
-        return found
+        return whole
 
 
-def _begins(stored: list[Message], after: int) -> bool:
-    """Whether these events are all that a request has, not those alone that are left of those from `after` on."""
-    first = codec.decode_event(stored[0].data)
-    return (not after or stored[0].sequence < after) and not (
-        isinstance(first, Token | ItemEvent | Turn) and first.index
-    )
+def _follows(message: Message) -> bool:
+    """Whether it holds an event that others of its request came before."""
+    event = codec.decode_event(message.data)
+    return isinstance(event, Token | ItemEvent | Turn) and event.index > 0
 
 
 def _page(stored: list[Message], most: int) -> bytes:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.schemas.errors import Superseded
 from penstock.streams.memory import MemoryBroker
 from penstock.streams.memory.stream import matcher
 from penstock.streams.port import Consumer, ConsumerSpec, StreamSpec
@@ -75,3 +77,20 @@ async def follow(happenings: list[tuple[str, object]]) -> None:
 @given(steps)
 def test_each_consumer_gets_what_is_on_its_subject(happenings: list[tuple[str, object]]) -> None:
     asyncio.run(follow(happenings))
+
+
+async def test_a_watcher_sees_what_is_stored_and_listeners_all_that_is_sent() -> None:
+    broker = MemoryBroker()
+    await broker.ensure([StreamSpec("S", ("s.>",), "limits", "memory")], [])
+    heard: list[bytes] = []
+    watched: list[tuple[int, bytes]] = []
+    await broker.listen("s.>", lambda message: heard.append(message.data))
+    broker.watch("S", lambda message: watched.append((message.sequence, message.data)))
+    await broker.publish("s.c", b"first", message_id="1")
+    await broker.publish("s.c", b"again", message_id="1")
+    with pytest.raises(Superseded):
+        await broker.publish("s.c", b"late", message_id="2", expect=0)
+    await broker.publish("s.c", b"next", message_id="3", expect=1)
+    await asyncio.sleep(0)
+    assert heard == [b"first", b"again", b"late", b"next"]
+    assert watched == [(1, b"first"), (2, b"next")]
