@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from memory_pipeline import MODEL, Pipeline, validated
@@ -183,6 +184,19 @@ async def test_a_request_of_a_dead_worker_goes_on_at_the_next_one_of_its_name_wi
             await asyncio.sleep(0.01)
     following.stop()
     await running
+    await pipeline.stop()
+
+
+async def test_a_worker_that_is_back_keeps_its_messages_before_the_next_heartbeat() -> None:
+    """Until then they would be taken back, one by one."""
+    pipeline = await Pipeline.start()
+    card = pipeline.infer._card
+    rare = replace(pipeline.pipe, settings=pipeline.pipe.settings.model_copy(update={"heartbeat_interval": LONG}))
+    reclaimer = Reclaimer(rare, Opening(rare))
+    reclaimer._held[card.id] = await Opening(rare).consume("INFER", "back", rare.subjects.infer("none"))
+    assert card.id in {one.id for one in rare.registry.workers}
+    async with asyncio.timeout(60):
+        await reclaimer._pause()
     await pipeline.stop()
 
 
