@@ -1,9 +1,12 @@
-"""What clients hear while they wait: their position, what their model is doing, and when their turn may come."""
+"""What clients hear while they wait: their position, what their model is doing, and when their turn may come. And what
+operators hear: that requests wait for a model which nobody serves.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
+import structlog
 from pydantic import ValidationError
 
 from ...schemas.events import Accepted, Queued
@@ -15,6 +18,10 @@ from .lanes import Lanes, Waiting
 
 SILENT = 5.0  # seconds without a report after which a load counts as ended
 STEP = 10  # per cent of progress that are worth an event
+UNSERVED = 30.0  # seconds without a worker of the model, and without a load, that are worth a warning
+REMINDER = 600.0  # seconds until the warning is repeated
+
+log = structlog.get_logger(__name__)
 
 
 class WaitingNews:
@@ -24,6 +31,7 @@ class WaitingNews:
         self._pipe = pipe
         self._loads: dict[tuple[str, int], tuple[LoadProgress, float]] = {}  # by model and revision; with when it came
         self._drains: dict[tuple[str, int], Drain] = {}
+        self._warn_at: dict[tuple[str, int], float] = {}  # when it is time to warn that nobody serves a model
 
     def hear(self, message: Message) -> None:
         """Take a worker's report of the model that it loads."""
@@ -38,6 +46,7 @@ class WaitingNews:
         now = self._pipe.now()
         self._drains = {key: drain for key, drain in self._drains.items() if key in models}
         self._loads = {key: load for key, load in self._loads.items() if now - load[1] <= SILENT}
+        self._warn_at = {key: at for key, at in self._warn_at.items() if key in models}
 
     async def tell(self, model: str, revision: int, lanes: Lanes) -> None:
         """Publish what has changed for those that wait in the lanes of a model."""
@@ -46,6 +55,7 @@ class WaitingNews:
         drain = self._drains.setdefault((model, revision), Drain())
         if self._pipe.registry.workers_for(model, revision):
             self._loads.pop((model, revision), None)
+            self._warn_at.pop((model, revision), None)
             drain.update(now, lanes.taken, len(waiting))
             for position, each in enumerate(waiting, 1):
                 await self._tell(each, Queued(each.job.id, position, wait=_seconds(position, drain.rate, 0.0)))
@@ -53,12 +63,23 @@ class WaitingNews:
         drain.resume(now)
         load, heard = self._loads.get((model, revision), (None, 0.0))
         if load is None or now - heard > SILENT:
+            self._warn(model, revision, len(waiting), now)
             for position, each in enumerate(waiting, 1):
                 await self._tell(each, Queued(each.job.id, position, "waiting"))
             return
+        self._warn_at.pop((model, revision), None)
         for position, each in enumerate(waiting, 1):
             wait = _seconds(position, drain.rate, load.remaining)
             await self._tell(each, Queued(each.job.id, position, "loading", load.percent, wait))
+
+    def _warn(self, model: str, revision: int, num_waiting: int, now: float) -> None:
+        """Say now and then that requests wait for a model which no worker serves or loads."""
+        if not num_waiting:
+            self._warn_at.pop((model, revision), None)
+        elif now >= self._warn_at.setdefault((model, revision), now + UNSERVED):
+            self._warn_at[model, revision] = now + REMINDER
+            hint = "start a worker that serves the model under this name, or cancel the requests"
+            log.warning("no worker serves a model", model=model, revision=revision, waiting=num_waiting, hint=hint)
 
     async def _tell(self, waiting: Waiting, news: Queued) -> None:
         told, job = waiting.told, waiting.job

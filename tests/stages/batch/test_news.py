@@ -10,6 +10,7 @@ import pytest
 from absent_model import ABSENT, PATIENCE, asked, with_absent
 from memory_pipeline import MODEL, Pipeline, validated
 from raw_events import stored
+from structlog.testing import capture_logs
 
 from penstock.api.bridge.reading import Reading
 from penstock.schemas.events import Accepted, Queued, Token
@@ -145,4 +146,27 @@ async def test_news_stands_between_acceptance_and_answer() -> None:
     await pipe.emit(Accepted.of(unheard), tenant=unheard.tenant, bridge=unheard.bridge, key="accepted")
     heard = {job.id: [event.type for event in await stored(pipeline, job.id)] for job in jobs}
     assert heard == {"unheard": ["accepted", "queued"], "answered": ["accepted", "token"]}
+    await pipeline.stop()
+
+
+async def test_the_operator_hears_once_that_requests_wait_for_a_model_that_nobody_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipeline = await Pipeline.start()
+    pipe, lanes, none = pipeline.pipe, Lanes(None), Lanes(None)
+    lanes.push(Waiting(validated("waits", pipe), 1))
+    news = WaitingNews(pipe)
+
+    async def warnings(model: str, lanes: Lanes) -> list[tuple[str, int]]:
+        with capture_logs() as lines:
+            await news.tell(model, 1, lanes)
+        return [(line["model"], line["waiting"]) for line in lines if line["event"] == "no worker serves a model"]
+
+    assert await warnings(ABSENT, lanes) == [], "its worker may be on its way"
+    monkeypatch.setattr("penstock.stages.batch.news.UNSERVED", 0.0)
+    assert await warnings(ABSENT, lanes) == [], "the time has not come"
+    assert await warnings(ABSENT, none) == [], "nothing waits any more"
+    assert await warnings(ABSENT, lanes) == [(ABSENT, 1)]
+    assert await warnings(ABSENT, lanes) == [], "it was said already"
+    assert await warnings(MODEL, lanes) == [], "it has a worker"
     await pipeline.stop()
