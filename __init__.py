@@ -48,7 +48,7 @@ _HOMES = {
     "ResponsesSession": "api.library.session",
     "tool": "api.tools.functions",
 }
-# Modules of 0.1.0 that applications import, and where they are now. Their old names go with the next release.
+# Modules of 0.1.0 that applications and plug-ins import, and where they are now. Their old names go with 0.3.
 _MOVED = {
     "api.adapter": "api.library.adapter",
     "api.functions": "api.tools.functions",
@@ -56,6 +56,8 @@ _MOVED = {
     "api.mcp_config": "api.tools.mcp_config",
     "api.session": "api.library.session",
     "api.toolbox": "api.tools.toolbox",
+    "engine.discovery": "engine.planning.discovery",
+    "engine.manifest": "engine.planning.manifest",
     "engine.tokenizer": "engine.text.tokenizer",
     "schemas.chat": "schemas.openai.chat",
     "schemas.codec": "schemas.wire.codec",

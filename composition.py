@@ -216,7 +216,7 @@ async def _parts(
 
 async def _worker(loaded: Loaded, name: str, revision: int | None = None) -> None:
     from .engine.cpu.machine import human
-    from .engine.sizing import size
+    from .engine.planning.sizing import size
     from .stages.infer.stage import Infer
 
     settings, directory = loaded.settings, None if loaded.settings.model is None else Path(loaded.settings.model)

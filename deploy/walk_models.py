@@ -31,7 +31,7 @@ from walk_laws import Asked, Laws
 
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine, resolve_model
 from penstock.engine.models import BUNDLED
-from penstock.engine.sizing import footprint
+from penstock.engine.planning.sizing import footprint
 from penstock.schemas.models.catalogue import Catalogue
 from penstock.schemas.models.model_state import ModelState
 from penstock.streams.topology import lanes_of

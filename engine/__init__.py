@@ -10,12 +10,12 @@ from .adapters.loaded import AdapterInfo
 from .backend import Backend
 from .backends.embedding import EmbeddingBackend
 from .config import EngineConfig
-from .discovery import find_backend, find_backends
 from .engine import InferenceEngine
 from .handle import RequestHandle
-from .manifest import Manifest
 from .models import ModelInfo, resolve_model
 from .output import CacheStats, ChoiceOutput, Embedding, EngineStats, GenerationOutput, GenerationStats
+from .planning.discovery import find_backend, find_backends
+from .planning.manifest import Manifest
 from .plug_ins.found import FoundPlugIn, find_plug_ins
 from .plug_ins.port import CleanUp, Context, LogitsProcessor, PlugIn, StoppingCriterion
 from .preparing.prompts import ImageText

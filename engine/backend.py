@@ -11,9 +11,9 @@ from ..schemas.events import Delta
 from .adapters.files import AdapterFiles
 from .adapters.loaded import Adapter, Targets
 from .choice import Choice
-from .manifest import Manifest
 from .models import ModelInfo
 from .output import CacheStats
+from .planning.manifest import Manifest
 from .text.tokenizer_port import TokenizerLike
 
 ProgressCallback = Callable[[int, int], None]

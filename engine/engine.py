@@ -27,9 +27,9 @@ from .config import EngineConfig
 from .driver import Driver
 from .grammar.matcher import GrammarCompiler
 from .handle import RequestHandle
-from .manifest import Manifest
 from .models import ModelInfo
 from .output import Embedding, EngineStats, GenerationOutput, OutputBuilder
+from .planning.manifest import Manifest
 from .plug_ins.found import PlugIns
 from .plug_ins.port import PlugIn
 from .preparing.prompts import Many, Prompt, Prompts, as_list, is_list, naming, sight_of

@@ -17,12 +17,12 @@ from ..engine.backend import Backend, NoAdapters, NoPrefixes
 from ..engine.choice import Choice
 from ..engine.driver import Driver
 from ..engine.handle import RequestHandle
-from ..engine.manifest import INTERFACE, Manifest
 from ..engine.models import ModelInfo
 from ..engine.output import CacheStats
 from ..engine.paged.kv.blocks import GroupSpec, KVBlocks
 from ..engine.paged.scheduling.rows import Scheduled
 from ..engine.paged.scheduling.scheduler import Scheduler
+from ..engine.planning.manifest import INTERFACE, Manifest
 from ..engine.text.byte_tokenizer import END_OF_TEXT, ByteTokenizer
 from ..schemas.events import Delta
 from ..schemas.params import GenerationParams

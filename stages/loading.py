@@ -12,8 +12,8 @@ from pathlib import Path
 from ..config.models import parse_adapters
 from ..config.settings import Settings
 from ..engine.adapters.files import adapter_source
-from ..engine.discovery import find_backend, modalities
 from ..engine.models import ModelInfo, read_model_info
+from ..engine.planning.discovery import find_backend, modalities
 from ..schemas.errors import PenstockError
 from ..schemas.registry import LoadProgress, ModelCard
 from ..streams.lanes import open_lanes

@@ -120,7 +120,7 @@ class Bench:
         """
         import torch  # only now, for `--help` does not need it
 
-        from ...engine.device import resolve_device
+        from ...engine.planning.device import resolve_device
         from . import limits as bench_limits
 
         self._backend, self._context, self._steps, self._random = backend, context, steps, Random(0)

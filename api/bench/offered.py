@@ -11,7 +11,7 @@ from pydantic import ByteSize
 from ...config.process import has_ended
 from ...config.settings import Settings
 from ...engine import EngineConfig, resolve_model
-from ...engine.sizing import footprint
+from ...engine.planning.sizing import footprint
 from ...schemas.registry import WorkerCard
 from ...streams.port import Broker
 from ...streams.stores.catalogue import CatalogueStore

@@ -13,8 +13,8 @@ from ...config.settings import Settings
 from ...config.sources import Loaded, with_projector
 from ...engine import resolve_model
 from ...engine.adapters.files import adapter_source
-from ...engine.discovery import modalities
 from ...engine.models import BUNDLED, model_name, read_model_info
+from ...engine.planning.discovery import modalities
 from ...engine.text.forms import choose_form
 from ...schemas.models.catalogue import CatalogueEntry
 from ...schemas.registry import ModelCard

@@ -14,10 +14,10 @@ from ...config.settings import Settings
 from ...engine import EngineConfig, resolve_model
 from ...engine.adapters.files import adapter_size, adapter_source
 from ...engine.cpu.machine import Memory, memory_of_machine
-from ...engine.discovery import find_backend, modalities
-from ...engine.manifests import PAGED
 from ...engine.models import read_model_info
-from ...engine.sizing import footprint
+from ...engine.planning.discovery import find_backend, modalities
+from ...engine.planning.manifests import PAGED
+from ...engine.planning.sizing import footprint
 from ...schemas.errors import ConfigurationError, Fatal
 from ...schemas.models.catalogue import Catalogue, CatalogueEntry, RevisionKey
 from ...schemas.models.placement import Device, Need

@@ -26,8 +26,8 @@ from ...config.broker import check_broker
 from ...config.deployment import explicit
 from ...config.settings import Settings
 from ...config.sources import Loaded, variable
-from ...engine.discovery import find_backend
-from ...engine.manifests import PAGED
+from ...engine.planning.discovery import find_backend
+from ...engine.planning.manifests import PAGED
 from ...schemas.deployment import SHARED
 from ...schemas.errors import BrokerAway, StartupError
 from ...schemas.models.catalogue import CatalogueEntry

@@ -10,7 +10,7 @@ from rich.table import Table
 from typer import Argument, Option
 
 from ...config.sources import Loaded, with_projector
-from ...engine.discovery import Found, find_backends, why_not
+from ...engine.planning.discovery import Found, find_backends, why_not
 from .options import with_settings
 
 

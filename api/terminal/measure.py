@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ...config.settings import Settings
 from ...config.sources import flag
-from ...engine.discovery import find_backends, why_not
+from ...engine.planning.discovery import find_backends, why_not
 from ...schemas.errors import PenstockError
 
 ROWS, PROMPT, ANSWER = 8, 128, 64  # requests, and the tokens of each, that the measure stands for

@@ -16,9 +16,9 @@ from ..adapters.files import AdapterFiles
 from ..adapters.loaded import Adapter, Targets
 from ..backend import Backend
 from ..choice import Choice
-from ..manifest import Manifest
 from ..models import ModelInfo
 from ..output import CacheStats
+from ..planning.manifest import Manifest
 from ..text.tokenizer_port import TokenizerLike
 
 _SHARE_OF_RAM = 0.05

@@ -15,9 +15,9 @@ from ...schemas.events import Delta
 from ..backend import NoAdapters, NoPrefixes, ProgressCallback
 from ..choice import Choice, ChosenLogprob
 from ..config import EngineConfig
-from ..manifests import ECHO
 from ..models import ModelInfo, read_model_info, resolve_model
-from ..sizing import sized
+from ..planning.manifests import ECHO
+from ..planning.sizing import sized
 from ..text.byte_tokenizer import ByteTokenizer
 from ..text.tokenizer import load_tokenizer
 

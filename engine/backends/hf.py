@@ -26,13 +26,13 @@ from ..adapters.low_rank import Adaptation, place, users
 from ..backend import NoPrefixes, ProgressCallback
 from ..choice import Choice
 from ..config import EngineConfig
-from ..device import resolve_device
-from ..discovery import files_for
 from ..loading import load_causal_lm
-from ..manifests import HF
 from ..models import count_parameters, read_model_info
+from ..planning.device import resolve_device
+from ..planning.discovery import files_for
+from ..planning.manifests import HF
+from ..planning.sizing import sized
 from ..sampler import sample
-from ..sizing import sized
 from ..text.tokenizer import Tokenizer
 from .padded_batch import PaddedBatch
 

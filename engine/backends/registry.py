@@ -8,7 +8,7 @@ from importlib import import_module
 from ...schemas.errors import ConfigurationError, ModelLoadError
 from ..backend import Backend, ProgressCallback
 from ..config import EngineConfig
-from ..discovery import find_backend, why_not
+from ..planning.discovery import find_backend, why_not
 from .answer_cache import AnswerCache
 
 _TORCH_HAS_NO_MEMORY = "can't allocate memory"  # in the RuntimeError of its allocator for CPUs

@@ -18,10 +18,10 @@ from torch.nn.utils.rnn import pad_sequence
 from ...schemas.errors import ConfigurationError, GenerationFailed, ModelLoadError
 from ..backend import ProgressCallback
 from ..config import EngineConfig
-from ..device import resolve_device
 from ..loading import counting_weights
-from ..manifests import SENTENCE_TRANSFORMERS
 from ..models import count_parameters, read_model_info, resolve_model
+from ..planning.device import resolve_device
+from ..planning.manifests import SENTENCE_TRANSFORMERS
 from ..text.tokenizer import load_tokenizer
 from .embedding import EmbeddingBackend
 

@@ -20,14 +20,14 @@ from ...schemas.events import Delta
 from ..backend import NoAdapters, NoPrefixes, ProgressCallback
 from ..choice import Choice
 from ..config import EngineConfig
-from ..device import resolve_device
-from ..discovery import files_for
 from ..line import Line, Row
-from ..manifests import LLAMA_CPP
 from ..models import count_parameters, read_model_info
 from ..output import CacheStats, SpeculationStats
+from ..planning.device import resolve_device
+from ..planning.discovery import files_for
+from ..planning.manifests import LLAMA_CPP
+from ..planning.sizing import fitting_length, sized
 from ..sampler import Sampled, sample, score
-from ..sizing import fitting_length, sized
 from ..text.tokenizer import Tokenizer
 from .piece import Logits, Piece
 from .plan import plan_sequences

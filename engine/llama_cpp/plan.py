@@ -6,7 +6,7 @@ from bisect import bisect_right
 from typing import NamedTuple
 
 from ...schemas.errors import ConfigurationError
-from ..sizing import SizedConfig, cache_of_model
+from ..planning.sizing import SizedConfig, cache_of_model
 
 _MOST_SEQUENCES = 256  # of a context: LLAMA_MAX_SEQ in llama.cpp
 _UNIT = 256  # tokens: llama.cpp rounds the length of sequences up to a multiple

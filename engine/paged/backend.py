@@ -26,12 +26,12 @@ from ..backend import ProgressCallback
 from ..choice import Choice
 from ..config import EngineConfig
 from ..cpu.library import MOST_ROWS, Kernels, NoKernels, load_kernels
-from ..device import resolve_device
-from ..manifests import PAGED
 from ..models import count_parameters, read_model_info, resolve_model
 from ..output import CacheStats, SpeculationStats
+from ..planning.device import resolve_device
+from ..planning.manifests import PAGED
+from ..planning.sizing import SizedConfig, fitting_length, sized, weights_of_model
 from ..sampler import DeviceTokens, HostTokens, choose, needs_tokens
-from ..sizing import SizedConfig, fitting_length, sized, weights_of_model
 from ..text.tokenizer import Tokenizer
 from .context import steady_length
 from .kv.blocks import KVBlocks

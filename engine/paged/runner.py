@@ -24,8 +24,8 @@ from ..adapters.loaded import Adapter
 from ..adapters.low_rank import Adaptation, place
 from ..cpu.library import Kernels, span
 from ..cpu.process import return_memory, use_large_pages
-from ..device import has_triton
 from ..plain.model import PlainModel
+from ..planning.device import has_triton
 from ..sampler import best_tokens
 from ..vision.tower import LanguageModel, Probe, Seen, Vision
 from .attention import Rules, widened, with_rules

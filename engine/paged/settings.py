@@ -6,9 +6,9 @@ import torch
 
 from ...schemas.errors import ConfigurationError
 from ..cuda.levels import unsupported
-from ..device import has_triton
-from ..model_files import ModelFiles
-from ..sizing import SizedConfig
+from ..planning.device import has_triton
+from ..planning.model_files import ModelFiles
+from ..planning.sizing import SizedConfig
 
 
 def check_settings(config: SizedConfig, device: torch.device) -> None:

@@ -18,8 +18,8 @@ import torch
 
 from ..config import EngineConfig
 from ..cpu.library import Kernels
-from ..device import surroundings
 from ..models import keep, state_of, user_cache
+from ..planning.device import surroundings
 
 _log = logging.getLogger(__name__)
 _MOST = 256  # files that are kept; those that were not used for longest go first

@@ -11,8 +11,8 @@ from typing import Any
 
 from ...schemas.errors import GenerationFailed, InvalidRequest
 from ...schemas.params import GenerationParams, PlugInUse
-from ..discovery import installed, package_of
-from ..manifest import explain
+from ..planning.discovery import installed, package_of
+from ..planning.manifest import explain
 from ..text.tokenizer_port import TokenizerLike
 from .port import INTERFACE, CleanUp, Context, LogitsProcessor, PlugIn, StoppingCriterion
 from .running import ChoicePlugIns

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...schemas.errors import ConfigurationError
 from ..config import EngineConfig
-from ..sizing import SizedConfig
+from ..planning.sizing import SizedConfig
 
 _SETTINGS = {  # arguments of vLLM that settings of Penstock decide
     "model": "model",

@@ -19,10 +19,10 @@ from ..backend import NoAdapters, NoPrefixes, ProgressCallback
 from ..choice import Choice
 from ..config import EngineConfig
 from ..line import Line, Row
-from ..manifests import VLLM
 from ..models import count_parameters, read_model_info, resolve_model
 from ..output import CacheStats, SpeculationStats
-from ..sizing import sized
+from ..planning.manifests import VLLM
+from ..planning.sizing import sized
 from ..text.tokenizer import Tokenizer
 from .parameters import chosen, sampling_of, scores
 

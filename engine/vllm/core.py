@@ -25,7 +25,7 @@ from vllm.v1.request import RequestStatus
 
 from ...schemas.errors import ConfigurationError, InvalidRequest, ModelLoadError
 from ..grammar.matcher import Matcher
-from ..sizing import SizedConfig
+from ..planning.sizing import SizedConfig
 from .arguments import arguments_of
 from .grammars import KEY, Grammars
 

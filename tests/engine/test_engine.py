@@ -20,7 +20,7 @@ from penstock.engine import (
 )
 from penstock.engine.backends.echo import EchoBackend
 from penstock.engine.handle import merge
-from penstock.engine.manifests import ECHO
+from penstock.engine.planning.manifests import ECHO
 from penstock.schemas.errors import GenerationFailed, InvalidRequest
 from penstock.schemas.events import Delta
 

@@ -17,7 +17,7 @@ import pytest
 from serving import START_TIMEOUT, Served, serving, until
 
 from penstock.engine import EngineConfig
-from penstock.engine.sizing import footprint
+from penstock.engine.planning.sizing import footprint
 
 NAMES = ("a", "b", "c", "d")
 REQUESTS = 48

@@ -14,7 +14,7 @@ import pytest
 from memory_pipeline import MODEL, FragileEcho, Pipeline, validated
 
 from penstock.engine import EmbeddingBackend, EngineConfig
-from penstock.engine.manifests import ECHO
+from penstock.engine.planning.manifests import ECHO
 from penstock.schemas.events import FINAL, Accepted, Cancelled, Delta, Done, Event, Expired, Failed, Started, Token
 from penstock.schemas.jobs import Endpoint, InferenceBatch, Job, ValidatedJob
 from penstock.schemas.registry import Room

@@ -20,8 +20,8 @@ from penstock.api.tools.mcp_config import HttpServer
 from penstock.api.tools.policy import ToolPolicy
 from penstock.api.tools.sealing import unseal
 from penstock.api.tools.toolbox import Toolbox
-from penstock.engine.manifests import ECHO
 from penstock.engine.models import BUNDLED, resolve_model
+from penstock.engine.planning.manifests import ECHO
 from penstock.schemas.params import GenerationParams
 from penstock.streams.memory.broker import MemoryBroker
 

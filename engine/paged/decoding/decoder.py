@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...device import has_triton
+from ...planning.device import has_triton
 from ...vision.tower import Seen
 from ..state.step import StateStep
 from .heads import Angles, Attention, Rotations, attend

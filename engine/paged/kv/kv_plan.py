@@ -8,7 +8,7 @@ import torch
 
 from ....schemas.errors import ConfigurationError
 from ...cpu.machine import memory_of_machine
-from ...model_files import Weights
+from ...planning.model_files import Weights
 from .blocks import GroupSpec
 from .kv_cache import LayerSpec
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ...cpu.library import Kernels
-from ...device import surroundings
 from ...models import ModelInfo, files_of, state_of
-from ...sizing import SizedConfig
+from ...planning.device import surroundings
+from ...planning.sizing import SizedConfig
 from ..runner import Runner
 
 

@@ -11,7 +11,7 @@ from ...choice import Choice
 from ...cpu.library import Kernels
 from ...models import ModelInfo
 from ...output import SpillStats
-from ...sizing import SizedConfig
+from ...planning.sizing import SizedConfig
 from ..kv.blocks import KVBlocks
 from ..runner import Runner
 from .block_files import BlockFiles

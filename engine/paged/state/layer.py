@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...device import has_triton
+from ...planning.device import has_triton
 from ..kv.kv_cache import zeros
 from .step import StateStep, Wave
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ....schemas.errors import ConfigurationError
-from ...model_files import LEAST_STATES, STATES
-from ...sizing import SizedConfig
+from ...planning.model_files import LEAST_STATES, STATES
+from ...planning.sizing import SizedConfig
 from ..runner import Runner
 from .slots import StateSlots
 

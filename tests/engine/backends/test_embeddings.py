@@ -22,7 +22,7 @@ from penstock.engine.backends.echo import EchoBackend
 from penstock.engine.backends.embedding import EmbeddingBackend
 from penstock.engine.backends.sentence_transformer import SentenceTransformerBackend
 from penstock.engine.choice import Choice
-from penstock.engine.manifests import ECHO as ECHO_MANIFEST
+from penstock.engine.planning.manifests import ECHO as ECHO_MANIFEST
 from penstock.engine.request import EmbeddingInput
 from penstock.schemas.errors import ConfigurationError, GenerationFailed, InvalidRequest, ModelLoadError
 

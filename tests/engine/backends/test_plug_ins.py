@@ -26,9 +26,9 @@ from penstock.engine import (
     find_backends,
 )
 from penstock.engine.backends.echo import EchoBackend
-from penstock.engine.discovery import GROUP, why_not
-from penstock.engine.manifests import ECHO
 from penstock.engine.models import BUNDLED
+from penstock.engine.planning.discovery import GROUP, why_not
+from penstock.engine.planning.manifests import ECHO
 from penstock.schemas.errors import ConfigurationError, GenerationFailed, InvalidRequest
 from penstock.schemas.params import Grammar
 from penstock.testing.backend import BackendConformance
@@ -46,7 +46,7 @@ MANIFEST: dict[str, Any] = {
 }
 BACKEND = """
 from penstock.engine.backends.echo import EchoBackend
-from penstock.engine.manifest import Manifest
+from penstock.engine.planning.manifest import Manifest
 from shouting import MANIFEST
 
 class Shout(EchoBackend):

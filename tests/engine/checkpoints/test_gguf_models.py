@@ -23,7 +23,7 @@ from penstock.engine.cpu import layouts
 from penstock.engine.cpu.library import INT4, INT8, PLAIN
 from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
 from penstock.engine.models import count_parameters, model_name, read_model_info, resolve_model
-from penstock.engine.sizing import footprint
+from penstock.engine.planning.sizing import footprint
 from penstock.schemas.errors import ModelLoadError
 
 LENGTH = 24

@@ -15,10 +15,10 @@ from vision_models import make_vision_model
 
 from penstock.engine.checkpoints.gguf.file import read_gguf
 from penstock.engine.checkpoints.gguf.pairs import processor_of, weights_of
-from penstock.engine.discovery import files_for
-from penstock.engine.manifests import HF, PAGED
 from penstock.engine.models import model_name, read_config, read_model_info, resolve_model
 from penstock.engine.paged.spill.identity import weights_digest
+from penstock.engine.planning.discovery import files_for
+from penstock.engine.planning.manifests import HF, PAGED
 from penstock.engine.vision.sight import load_sight
 from penstock.schemas.errors import ModelLoadError
 

@@ -22,7 +22,7 @@ from penstock.engine.checkpoints.gguf.models import config_of, weights_of
 from penstock.engine.checkpoints.gguf.weights import lazy_weights, level_readers
 from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
 from penstock.engine.models import count_parameters
-from penstock.engine.sizing import footprint
+from penstock.engine.planning.sizing import footprint
 from penstock.schemas.errors import ModelLoadError
 
 FOLDER = Path(__file__).parent / "samples"

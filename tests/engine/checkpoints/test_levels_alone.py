@@ -20,7 +20,7 @@ from penstock.engine.cpu import layouts
 from penstock.engine.cpu.library import BLOCK, PLAIN, Product
 from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
 from penstock.engine.paged.decoding.experts import PackedExperts
-from penstock.engine.sizing import footprint, weights_of_model
+from penstock.engine.planning.sizing import footprint, weights_of_model
 
 pytestmark = pytest.mark.skipif(not {*cpu_flags().split()} >= KERNEL_FLAGS, reason="the kernels need AVX2")
 BFLOAT16: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu", "kv_cache_memory": ByteSize(16 << 20)}

@@ -23,7 +23,7 @@ from penstock.engine.models import BUNDLED, resolve_model
 from penstock.engine.output import GenerationOutput
 from penstock.engine.paged.quality import Reader, compare
 from penstock.engine.paged.quantization import quantize
-from penstock.engine.sizing import weights_of_model
+from penstock.engine.planning.sizing import weights_of_model
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.schemas.errors import ConfigurationError
 

@@ -26,7 +26,7 @@ from penstock.engine.cpu.library import BLOCK, UNEVEN, Product
 from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
 from penstock.engine.models import count_parameters, packed_files, read_model_info, resolve_model
 from penstock.engine.paged.decoding.experts import PackedExperts
-from penstock.engine.sizing import footprint, weights_of_model
+from penstock.engine.planning.sizing import footprint, weights_of_model
 from penstock.schemas.errors import ModelLoadError
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}

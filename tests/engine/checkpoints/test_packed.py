@@ -23,7 +23,7 @@ from penstock.engine.cpu.library import BLOCK as ROWS
 from penstock.engine.cpu.library import FINE, INT4, INT8, PLAIN, UNEVEN
 from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
 from penstock.engine.models import count_parameters, packed_files, read_model_info
-from penstock.engine.sizing import weights_of_model
+from penstock.engine.planning.sizing import weights_of_model
 from penstock.schemas.errors import ModelLoadError
 
 PROMPTS = [[7, 90, 301, 45, 12], [5 + 3 * index % 400 for index in range(40)]]

@@ -24,7 +24,7 @@ from penstock.engine.models import count_parameters, read_shapes
 from penstock.engine.paged.backend import PagedBackend
 from penstock.engine.paged.quantization.apart import set_apart
 from penstock.engine.paged.quantization.quantize import quantizable, rounded
-from penstock.engine.sizing import footprint
+from penstock.engine.planning.sizing import footprint
 from penstock.schemas.errors import ConfigurationError, ModelLoadError
 
 PROMPT = [5, 17, 300, 41]

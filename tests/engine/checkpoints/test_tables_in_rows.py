@@ -23,7 +23,7 @@ from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
 from penstock.engine.paged.decoding.precision import in_float32
 from penstock.engine.paged.decoding.rows import ROWS
 from penstock.engine.paged.quantization.blocks import rows_of
-from penstock.engine.sizing import weights_of_model
+from penstock.engine.planning.sizing import weights_of_model
 
 pytestmark = pytest.mark.skipif(not {*cpu_flags().split()} >= KERNEL_FLAGS, reason="the kernels need AVX2")
 FOLDER = Path(__file__).parent / "samples"

@@ -13,7 +13,7 @@ from pydantic import ByteSize
 
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
 from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
-from penstock.engine.sizing import footprint
+from penstock.engine.planning.sizing import footprint
 
 CASE = Case("llama", "llama", {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 512}, {})
 MIXED = {"v_proj": "Q6_K", "down_proj": "Q6_K"}  # as the files called Q4_K_M and Q5_K_M have them

@@ -14,9 +14,9 @@ from pydantic import ByteSize
 from penstock.engine import EngineConfig, InferenceEngine, find_backend
 from penstock.engine.llama_cpp.backend import LlamaCppBackend
 from penstock.engine.llama_cpp.plan import plan_sequences
-from penstock.engine.manifest import Manifest
 from penstock.engine.models import BUNDLED
-from penstock.engine.sizing import footprint, sized
+from penstock.engine.planning.manifest import Manifest
+from penstock.engine.planning.sizing import footprint, sized
 from penstock.schemas.errors import ConfigurationError
 
 
@@ -39,7 +39,7 @@ def config(path: Path | str, **values: Any) -> EngineConfig:
 
 
 def test_without_the_package_the_error_says_how_to_install_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engine.manifest.find_spec", lambda name: None)
+    monkeypatch.setattr("penstock.engine.planning.manifest.find_spec", lambda name: None)
     assert (
         find_backend("llama_cpp").missing == "llama_cpp not installed; install with: pip install 'penstock[llama-cpp]'"
     )

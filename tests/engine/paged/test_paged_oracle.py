@@ -27,9 +27,9 @@ from penstock.engine import EngineConfig, EngineRequest, GenerationParams, Infer
 from penstock.engine.backend import Backend
 from penstock.engine.backends.registry import load_backend
 from penstock.engine.choice import Choice
-from penstock.engine.model_files import LEAST_STATES, STATES, ModelFiles
 from penstock.engine.paged.backend import PagedBackend
 from penstock.engine.paged.quantization.quantize import dequantized, linear_maker, quantizable
+from penstock.engine.planning.model_files import LEAST_STATES, STATES, ModelFiles
 from penstock.schemas.errors import ConfigurationError, InvalidRequest, ModelLoadError
 
 BACKEND = "paged"

@@ -17,7 +17,7 @@ from vision_models import make_vision_model, picture
 from vision_runs import requests_of
 from vision_truth import expected, reference
 
-from penstock.engine import EngineConfig, GenerationParams, ImageText, InferenceEngine, model_files
+from penstock.engine import EngineConfig, GenerationParams, ImageText, InferenceEngine
 from penstock.engine.checkpoints import packed_weights
 from penstock.engine.checkpoints.rounded import Rounded, save_quantized
 from penstock.engine.cpu.layouts import numbers
@@ -30,8 +30,9 @@ from penstock.engine.paged.decoding.linear import packs_bfloat16
 from penstock.engine.paged.quantization.apart import set_apart
 from penstock.engine.paged.quantization.calibrate import calibrate
 from penstock.engine.paged.quantization.quantize import quantizable, rounded
+from penstock.engine.planning import model_files
+from penstock.engine.planning.sizing import footprint, weights_of_model
 from penstock.engine.preparing.prompts import Prompt
-from penstock.engine.sizing import footprint, weights_of_model
 from penstock.engine.vision.families import is_of_tower, is_unused
 
 COUNT = 12

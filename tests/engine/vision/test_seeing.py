@@ -21,8 +21,8 @@ from vision_runs import requests_of, run
 from vision_truth import expected, reference
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, ImageText, InferenceEngine
-from penstock.engine.model_files import LEAST_STATES, STATES, ModelFiles
 from penstock.engine.paged.backend import PagedBackend
+from penstock.engine.planning.model_files import LEAST_STATES, STATES, ModelFiles
 from penstock.engine.preparing.prompts import Prompt
 from penstock.engine.vision.images import PromptImage
 from penstock.schemas.errors import InvalidRequest, ModelLoadError

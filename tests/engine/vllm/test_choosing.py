@@ -13,9 +13,9 @@ from pydantic import ByteSize
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, InferenceEngine, find_backend
 from penstock.engine.choice import Choice, ChosenLogprob
-from penstock.engine.manifest import Manifest
 from penstock.engine.models import BUNDLED, read_model_info
-from penstock.engine.sizing import footprint, sized
+from penstock.engine.planning.manifest import Manifest
+from penstock.engine.planning.sizing import footprint, sized
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.vllm.arguments import arguments_of, options_of
 from penstock.engine.vllm.backend import VllmBackend
@@ -52,7 +52,7 @@ def choice(path: Path, begun: tuple[int, ...] = (), number: int = 0, seed: int =
 
 
 def test_without_the_package_the_error_says_how_to_install_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engine.manifest.find_spec", lambda name: None)
+    monkeypatch.setattr("penstock.engine.planning.manifest.find_spec", lambda name: None)
     assert find_backend("vllm").missing == "vllm not installed; install with: pip install 'penstock[vllm]'"
     with pytest.raises(ConfigurationError, match=r"vllm not installed; install with: pip install"):
         InferenceEngine(config(path))

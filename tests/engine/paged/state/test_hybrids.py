@@ -19,12 +19,12 @@ from penstock.engine import EngineConfig, EngineRequest, GenerationParams, Infer
 from penstock.engine.backends.registry import load_backend
 from penstock.engine.choice import Choice
 from penstock.engine.cpu.machine import KERNEL_FLAGS, cpu_flags
-from penstock.engine.model_files import STATES, ModelFiles
 from penstock.engine.paged.backend import PagedBackend
 from penstock.engine.paged.quality import Reader, compare
 from penstock.engine.paged.state import kimi_delta, mamba
 from penstock.engine.paged.state.delta_rule import Tokens, in_chunks, one_each
-from penstock.engine.sizing import footprint, sized
+from penstock.engine.planning.model_files import STATES, ModelFiles
+from penstock.engine.planning.sizing import footprint, sized
 from penstock.engine.vision.sight import load_sight
 from penstock.schemas.errors import ConfigurationError, InvalidRequest, ModelLoadError
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
-from ..schemas.errors import ConfigurationError
-from ..schemas.sources import is_gguf, split_pair
+from ...schemas.errors import ConfigurationError
+from ...schemas.sources import is_gguf, split_pair
+from ..models import ModelInfo, read_config, resolve_model
 from .manifest import Format, Manifest, explain, read_manifest
-from .models import ModelInfo, read_config, resolve_model
 
 GROUP = "penstock.backends"
 _OWN = {  # found like those of plug-ins

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Set
 from math import prod
 from typing import Any, NamedTuple, Self
 
-from ..schemas.sources import is_gguf
-from .checkpoints.gguf.file import read_gguf
-from .checkpoints.quantized import PRECISE
-from .checkpoints.states import kinds_of_layers, remembered
-from .checkpoints.widths import TABLES, WIDTHS, byte_widths, gguf_widths, packed_widths, tables_in_rows
-from .config import EngineConfig
-from .cpu.machine import KERNEL_FLAGS, computes_bfloat16, cpu_flags
+from ...schemas.sources import is_gguf
+from ..checkpoints.gguf.file import read_gguf
+from ..checkpoints.quantized import PRECISE
+from ..checkpoints.states import kinds_of_layers, remembered
+from ..checkpoints.widths import TABLES, WIDTHS, byte_widths, gguf_widths, packed_widths, tables_in_rows
+from ..config import EngineConfig
+from ..cpu.machine import KERNEL_FLAGS, computes_bfloat16, cpu_flags
+from ..models import packed_files, read_config, read_model_info, read_quantized, read_shapes
+from ..vision.families import family_of, is_of_tower, is_unused
 from .discovery import files_for, find_backend
-from .models import packed_files, read_config, read_model_info, read_quantized, read_shapes
-from .vision.families import family_of, is_of_tower, is_unused
 
 _LOADING = 1.5  # peak memory over the weights' size, while they are packed
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -149,8 +149,8 @@ class ModelFiles(NamedTuple):
             return False
         import torch
 
-        from .cuda.levels import unsupported
-        from .plain.config import PlainConfig
+        from ..cuda.levels import unsupported
+        from ..plain.config import PlainConfig
 
         plain, name = PlainConfig.of(self.config), "cuda" if config.device == "auto" else config.device
         return plain is not None and plain.mixture is None and not unsupported(torch.device(name))

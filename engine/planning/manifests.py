@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..schemas.params import GenerationParams
+from ...schemas.params import GenerationParams
 from .manifest import INTERFACE, Manifest
 
 _ALL = frozenset(GenerationParams.model_fields)

@@ -22,10 +22,10 @@ from tiny_model import make_tiny_model
 
 from penstock.engine import EngineConfig, InferenceEngine
 from penstock.engine.cpu.machine import Memory, available_cores, memory_of_machine
-from penstock.engine.model_files import Weights
 from penstock.engine.models import read_shapes
 from penstock.engine.paged.kv.kv_plan import check_memory
-from penstock.engine.sizing import Footprint, SizedConfig, footprint, size, sized
+from penstock.engine.planning.model_files import Weights
+from penstock.engine.planning.sizing import Footprint, SizedConfig, footprint, size, sized
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.schemas.errors import ConfigurationError
 from penstock.schemas.params import GenerationParams
@@ -382,7 +382,7 @@ import json, sys
 from pydantic import ByteSize
 from penstock.engine import EngineConfig, InferenceEngine
 from penstock.engine.cpu.process import prepare_process
-from penstock.engine.sizing import footprint
+from penstock.engine.planning.sizing import footprint
 from penstock.schemas.params import GenerationParams
 
 config = EngineConfig(model=sys.argv[1], device="cpu", kv_cache_memory=ByteSize(32 << 20))

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pydantic import ByteSize
 
-from ..schemas.errors import ConfigurationError
-from .config import EngineConfig
-from .cpu.machine import Memory, available_cores, human, memory_of_machine
+from ...schemas.errors import ConfigurationError
+from ..config import EngineConfig
+from ..cpu.machine import Memory, available_cores, human, memory_of_machine
 from .discovery import find_backend
 from .model_files import ModelFiles, Weights
 

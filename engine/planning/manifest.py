@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from ..schemas.params import GenerationParams
+from ...schemas.params import GenerationParams
 
 INTERFACE = 1
 """The version of `Backend`, `Choice` and the sampler, as backends use them. It changes whenever one of them must."""

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ..schemas.errors import ConfigurationError
-from ..schemas.version import __version__
-from .cpu.machine import cpu_flags
+from ...schemas.errors import ConfigurationError
+from ...schemas.version import __version__
+from ..cpu.machine import cpu_flags
 
 
 def resolve_device(name: str) -> torch.device:
