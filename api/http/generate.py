@@ -14,7 +14,8 @@ from ...schemas.jobs import Endpoint
 from ...schemas.openai.chat import Body, ModelName, model_of
 from ...schemas.openai.completions import ChatRequest, CompletionRequest, Stop
 from ..bridge.resume import Progress
-from ..render.openai import Renderer, join_calls
+from ..render.calls import join_calls
+from ..render.openai import Renderer
 from .answers import Answer
 from .middleware.ignored import known_fields
 from .openapi import documented

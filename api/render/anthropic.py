@@ -13,7 +13,8 @@ from pydantic_core import from_json
 
 from ...schemas.errors import GenerationFailed
 from ...schemas.events import Accepted, Done, FinishReason, Token, ToolCallDelta, Usage
-from .openai import Renderer, answered_by, join_calls
+from .calls import join_calls
+from .openai import Renderer, answered_by
 
 Piece = dict[str, Any]
 

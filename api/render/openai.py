@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import orjson
 
-from ...schemas.events import Accepted, Done, ErrorBody, FinishReason, Token, TokenLogprob, ToolCallDelta, Usage
+from ...schemas.events import Accepted, Done, ErrorBody, FinishReason, Token, TokenLogprob, Usage
 from ...schemas.jobs import Endpoint
+from ...schemas.openai.custom_tools import custom_names
 from ...schemas.openai.turn_items import logprob_json
+from .calls import CallDeltas, call_json, join_calls
 
 PREFIX: dict[Endpoint, str] = {  # of the ids of requests
     "/v1/chat/completions": "chatcmpl-",
@@ -33,7 +35,7 @@ _REASONS: dict[FinishReason, str] = {
 class Extras(NamedTuple):
     """What a client asks for beside its answer: the usage behind a stream or in each of its chunks, token ids, and the
     prompt's log-probabilities. `echo`: these are part of the answer's; with `prompt_alone` they are all of it. `n` is
-    the number of choices of each prompt."""
+    the number of choices of each prompt, `custom` has the names of custom tools."""
 
     usage: bool = False
     continuous_usage: bool = False
@@ -42,6 +44,7 @@ class Extras(NamedTuple):
     echo: bool = False
     prompt_alone: bool = False
     n: int = 1
+    custom: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, body: Mapping[str, Any]) -> Extras:
@@ -57,6 +60,7 @@ class Extras(NamedTuple):
             echo=body.get("echo") is True,
             prompt_alone=body.get("echo") is True and body.get("max_tokens") == 0,
             n=n if isinstance(n, int) and n > 0 else 1,
+            custom=custom_names(body.get("tools")),
         )
 
 
@@ -82,6 +86,7 @@ class Renderer:
         self._begun: set[int] = set()  # choices of which a token was sent; set by chunks
         self.opened: set[int] = set()  # choices whose role was sent; set by openings, chunks and who resumes a stream
         self._offsets: dict[int, int] = {}  # choice → characters rendered, for completion logprobs
+        self._call_deltas = CallDeltas(self._extras.custom)
         kind = "text_completion" if self._kind == "text" else "chat.completion" + (".chunk" if streaming else "")
         self._head = {"id": request, "object": kind, "created": created, "model": model}
         if service_tier is not None:
@@ -142,7 +147,7 @@ class Renderer:
             text = "".join(token.text for token in said)
             choice: dict[str, Any] = {"index": index}
             if self._kind == "chat":
-                choice["message"] = _message(said, text)
+                choice["message"] = _message(said, text, self._extras.custom)
             else:
                 choice["text"] = text
             choice["logprobs"] = self._logprobs(*said)
@@ -191,8 +196,8 @@ class Renderer:
             delta["content"] = token.text
         if token.reasoning:
             delta["reasoning"] = delta["reasoning_content"] = token.reasoning
-        if token.tool_calls:
-            delta["tool_calls"] = [_call_delta(call) for call in token.tool_calls]
+        if calls := self._call_deltas.deltas(token):
+            delta["tool_calls"] = calls
         return delta
 
     def _message(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None, head: dict[str, Any]) -> bytes:
@@ -298,25 +303,13 @@ def apart(token: Token) -> Sequence[Token]:
     return [*(replace(part, finish_reason=None, stop_reason=None) for part in parts[:-1]), parts[-1]]
 
 
-def join_calls(tokens: Iterable[Token]) -> list[ToolCallDelta]:
-    """The tool calls of one choice, whole, in order."""
-    calls: dict[int, ToolCallDelta] = {}
-    for piece in (piece for token in tokens for piece in token.tool_calls):
-        begun = calls.get(piece.index)
-        calls[piece.index] = replace(begun, arguments=begun.arguments + piece.arguments) if begun else piece
-    return [calls[index] for index in sorted(calls)]
-
-
-def _message(said: list[Token], text: str) -> dict[str, Any]:
+def _message(said: list[Token], text: str, custom: frozenset[str]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if thought := "".join(token.reasoning for token in said):
         message["reasoning"] = message["reasoning_content"] = thought
     if calls := join_calls(said):
         message["content"] = text or None
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in calls
-        ]
+        message["tool_calls"] = [call_json(call, is_custom=call.name in custom) for call in calls]
     return message
 
 
@@ -331,9 +324,3 @@ def _prompt_logprob(entry: TokenLogprob) -> dict[str, Any] | None:
     }
     own = {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": entry.token}
     return {str(entry.token_id): own} | best
-
-
-def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
-    function = {"arguments": call.arguments} if call.name is None else {"name": call.name, "arguments": call.arguments}
-    head = {"index": call.index} if call.id is None else {"index": call.index, "id": call.id, "type": "function"}
-    return {**head, "function": function}

@@ -26,6 +26,7 @@ from ...schemas.events import (
     Turn,
 )
 from ...schemas.loops import Begun, Ended, Items, Turned
+from ...schemas.openai.custom_tools import custom_names
 from ...schemas.openai.response_tools import namespaced
 from ...schemas.openai.responses import wants_logprobs
 from ...schemas.openai.turn_items import Change, TurnItems
@@ -39,12 +40,14 @@ _TEXTS = {
     "message": "output_text",
     "reasoning": "reasoning_text",
     "function_call": "function_call_arguments",
+    "custom_tool_call": "custom_tool_call_input",
     "mcp_call": "mcp_call_arguments",
 }
 _PARTS: dict[str, _Object] = {
     "message": {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
     "reasoning": {"type": "reasoning_text", "text": ""},
 }
+_SAID = {"function_call": ("name", "arguments"), "custom_tool_call": ("input",)}  # of a whole call
 _RUN = ("mcp_call", "mcp_list_tools")  # what Penstock does itself, and tells how it went
 _EMPTY: dict[str, _Object] = {
     "mcp_call": {"arguments": "", "status": "in_progress", "output": None, "error": None},
@@ -132,8 +135,9 @@ class ResponseRenderer:
             case Turn():
                 yield from self._leave_turn()
                 logprobs = wants_logprobs(self._body.get("top_logprobs"), self._body.get("include"))
-                named = namespaced(self._body.get("tools") or ())
-                turn = TurnItems(event.job, event.calls, namespaced=named, logprobs=logprobs)
+                tools = self._body.get("tools") or []
+                named, custom = namespaced(tools), custom_names(tools)
+                turn = TurnItems(event.job, event.calls, namespaced=named, custom=custom, logprobs=logprobs)
                 self._job, self._turn = event.job, turn
             case Done():
                 reason = _CUT.get(event.finish_reasons[0])
@@ -238,8 +242,8 @@ class ResponseRenderer:
             yield self._message(f"{_TEXTS[kind]}.done", **position, text=part["text"], **logprobs)
             yield self._message("content_part.done", **position, part=part)
         elif kind in _TEXTS:
-            name = {"name": item["name"]} if kind == "function_call" else {}
-            yield self._message(f"{_TEXTS[kind]}.done", **position, **name, arguments=item["arguments"])
+            said = {name: item[name] for name in _SAID.get(kind, ("arguments",))}
+            yield self._message(f"{_TEXTS[kind]}.done", **position, **said)
         if item.get("status") != "in_progress":
             yield from self._finish(item)
 

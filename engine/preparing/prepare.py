@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from ...schemas.errors import InvalidRequest, prompt_too_long
 from ...schemas.jobs import Form
-from ...schemas.openai.chat import AllowedTools, ChatMessage, NamedTool, Tool
+from ...schemas.openai.chat import AllowedTools, ChatMessage, CustomTool, NamedTool, Tool
 from ...schemas.openai.completions import ChatRequest, CompletionRequest, generation_params
 from ...schemas.openai.embeddings import EmbeddingRequest
 from ...schemas.params import MAX_CHOICES, GenerationParams, Grammar
@@ -181,7 +181,8 @@ class Preparer:
                 code="unsupported_parameter",
                 param="tools",
             )
-        definitions = [tool.model_dump(exclude_none=True) for tool in tools] or None
+        functions = [tool.function.model_dump(exclude_none=True) for tool in tools]
+        definitions = [{"type": "function", "function": function} for function in functions] or None
         messages = [self._sight.mark(message, _for_template(message), self.tokenizer) for message in request.messages]
         text = self.tokenizer.render_chat(messages, definitions, **self._options(request))
         form = Form(
@@ -285,7 +286,7 @@ def _schemas(tools: Sequence[Tool], named: str | None) -> dict[str, dict[str, An
         function = tool.function
         if function.parameters is None:
             continue
-        path = f"tools[{index}].function.parameters"
+        path = f"tools[{index}].{'custom.format' if isinstance(tool, CustomTool) else 'function.parameters'}"
         try:
             text = json_schema_grammar(function.parameters, path=path, strict=bool(function.strict)).text
         except InvalidRequest as error:

@@ -13,6 +13,8 @@ from pydantic_core import CoreSchema
 from ..base import Strict, ToolName
 from ..bounds import bounded
 from ..errors import InvalidRequest
+from .custom_tools import arguments_of, parameters_of
+from .lark_patterns import lark_pattern
 
 MOST_MESSAGES = 10_000
 MOST_MODEL = 256  # characters of a model's name
@@ -123,10 +125,23 @@ class FunctionCall(OpenBody):
 
 
 class ToolCall(OpenBody):
+    """One of a custom tool has `custom` with `name` and `input` in place of `function`."""
+
     id: Annotated[str, Field(min_length=1)]
     type: Literal["function"] = "function"
     function: FunctionCall
     index: int | None = None  # clients copy it from the chunks of a stream
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_custom_tool(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("type") != "custom":
+            return given
+        match given.get("custom"):
+            case {"name": str(name), "input": str(text)}:
+                function = {"name": name, "arguments": arguments_of(text)}
+                return {**given, "type": "function", "function": function}
+        raise ValueError("needs custom, an object with the name and the input of the call")
 
 
 class ChatMessage(OpenBody):
@@ -169,9 +184,73 @@ class Function(OpenBody):
     strict: bool | None = None
 
 
-class Tool(OpenBody):
+class FunctionTool(OpenBody):
     type: Literal["function"]
     function: Function
+
+
+class InputGrammar(OpenBody):
+    """What the input of a custom tool has to match as a whole: a regular expression, or a grammar in Lark that can be
+    written as one."""
+
+    syntax: Literal["regex", "lark"]
+    definition: Annotated[str, Field(min_length=1, max_length=10_000)]
+
+
+class InputFormat(OpenBody):
+    type: Literal["text", "grammar"]
+    grammar: InputGrammar | None = None
+
+    @model_validator(mode="after")
+    def _grammar_where_due(self) -> InputFormat:
+        if (self.grammar is not None) != (self.type == "grammar"):
+            raise ValueError("must have grammar if and only if its type is grammar")
+        return self
+
+
+class Custom(OpenBody):
+    """What a custom tool is called, and what it takes; without a `format` any text."""
+
+    name: ToolName
+    description: str | None = None
+    format: InputFormat | None = None
+
+
+class CustomTool(OpenBody):
+    """A tool that takes a text instead of JSON."""
+
+    type: Literal["custom"]
+    custom: Custom
+
+    @property
+    def function(self) -> Function:
+        """What the model sees."""
+        format = self.custom.format
+        return custom_function(self.custom.name, self.custom.description, format.grammar if format else None)
+
+
+def custom_function(name: str, description: str | None, grammar: InputGrammar | None) -> Function:
+    """The function that stands for a custom tool. Raises `InvalidRequest` for a grammar that cannot be used."""
+    if grammar is None:
+        return Function(name=name, description=description, parameters=parameters_of(None))
+    pattern = grammar.definition
+    if grammar.syntax == "lark":
+        try:
+            pattern = lark_pattern(grammar.definition)
+        except ValueError as error:
+            fault = f"tools: the grammar of {name!r} cannot be used: {error}."
+            raise InvalidRequest(fault, code="invalid_grammar", param="tools") from None
+    return Function(name=name, description=description, parameters=parameters_of(pattern), strict=True)
+
+
+def _tool_kind(value: object) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "<custom>" if kind == "custom" else "<function>"
+
+
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("<function>")] | Annotated[CustomTool, Tag("<custom>")], Discriminator(_tool_kind)
+]
 
 
 class NamedFunction(Body):
@@ -179,8 +258,17 @@ class NamedFunction(Body):
 
 
 class NamedTool(Body):
+    """A custom tool is named by `custom` in place of `function`."""
+
     type: Literal["function"]
     function: NamedFunction
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_custom_tool(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("type") == "custom" and given.keys() <= {"type", "custom"}:
+            return {"type": "function", "function": given.get("custom")}
+        return given
 
 
 class JsonSchema(Body):

@@ -14,6 +14,7 @@ import orjson
 
 from ..errors import InvalidRequest
 from ..loops import Items, LoopTool
+from .custom_tools import arguments_of
 
 _REFUSED = "The user did not approve this call."
 _UNFINISHED = "This call was not finished."
@@ -62,7 +63,9 @@ def chat_messages(
             case "function_call":
                 own: str = item["name"]
                 chat.call(item, item["call_id"], functions.get((item.get("namespace", ""), own), own))
-            case "function_call_output":
+            case "custom_tool_call":
+                chat.call(item, item["call_id"], item["name"])
+            case "function_call_output" | "custom_tool_call_output":
                 if not chat.answer(item["call_id"], _text(item["output"])) and index >= before:
                     param = f"input[{index - before}].call_id"
                     raise InvalidRequest(f"{param}: no call before it has the id {item['call_id']!r}.", param=param)
@@ -115,7 +118,9 @@ class _Chat:
         return self._turn
 
     def call(self, item: dict[str, Any], call_id: str, name: str) -> None:
-        function = {"name": name, "arguments": _arguments(item["arguments"])}
+        is_custom = item["type"] == "custom_tool_call"
+        arguments = arguments_of(item["input"]) if is_custom else _arguments(item["arguments"])
+        function = {"name": name, "arguments": arguments}
         calls = self.turn(item).setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
         self._called.add(call_id)

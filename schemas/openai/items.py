@@ -166,6 +166,21 @@ class FunctionCallOutput(_Item):
     status: Status | None = None
 
 
+class CustomToolCall(_Item):
+    type: Literal["custom_tool_call"]
+    call_id: Id
+    name: Id
+    input: str
+    status: Status | None = None
+
+
+class CustomToolCallOutput(_Item):
+    type: Literal["custom_tool_call_output"]
+    call_id: Id
+    output: Texts
+    status: Status | None = None
+
+
 class ListedTool(_Part):
     name: str
     input_schema: Any
@@ -216,6 +231,8 @@ InputItem = Annotated[
     | Annotated[Reasoning, Tag("<reasoning>")]
     | Annotated[FunctionCall, Tag("<function_call>")]
     | Annotated[FunctionCallOutput, Tag("<function_call_output>")]
+    | Annotated[CustomToolCall, Tag("<custom_tool_call>")]
+    | Annotated[CustomToolCallOutput, Tag("<custom_tool_call_output>")]
     | Annotated[McpListTools, Tag("<mcp_list_tools>")]
     | Annotated[McpCall, Tag("<mcp_call>")]
     | Annotated[McpApprovalRequest, Tag("<mcp_approval_request>")]
@@ -224,9 +241,9 @@ InputItem = Annotated[
     | Annotated[ItemReference, Tag("<dict>")],
     by_type(
         "item_kind",
-        "an item of type message, reasoning, function_call, function_call_output, mcp_list_tools, mcp_call, "
-        "mcp_approval_request, mcp_approval_response or item_reference; others belong to tools that are not "
-        "supported",
+        "an item of type message, reasoning, function_call, function_call_output, custom_tool_call, "
+        "custom_tool_call_output, mcp_list_tools, mcp_call, mcp_approval_request, mcp_approval_response or "
+        "item_reference; others belong to tools that are not supported",
     ),
 ]
 
@@ -235,6 +252,8 @@ _PREFIXES = {
     "reasoning": "rs",
     "function_call": "fc",
     "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
     "mcp_list_tools": "mcpl",
     "mcp_call": "mcp",
     "mcp_approval_response": "mcpa",
@@ -258,7 +277,7 @@ def input_items(given: str | Sequence[InputItem] | None, owner: str) -> Items:
 
 def _in_full(item: InputItem, stem: str) -> dict[str, Any]:
     whole = {"id": f"{_PREFIXES.get(item.type)}_{stem}"} | item.model_dump(exclude_none=True)
-    if isinstance(item, MessageItem | FunctionCall | FunctionCallOutput):
+    if isinstance(item, MessageItem | FunctionCall | FunctionCallOutput | CustomToolCall | CustomToolCallOutput):
         whole.setdefault("status", "completed")
     if isinstance(item, MessageItem):
         kind = {"type": "output_text", "annotations": []} if item.role == "assistant" else {"type": "input_text"}

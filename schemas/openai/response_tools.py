@@ -1,5 +1,5 @@
-"""The tools of a Responses request: functions that the client runs, alone or in namespaces, MCP servers whose tools
-Penstock runs, and the choice of tools that the model may or must call. The tools of OpenAI's servers are ignored."""
+"""The tools of a Responses request: functions and custom tools that the client runs, MCP servers whose tools Penstock
+runs, and the choice of tools that the model may or must call. The tools of OpenAI's servers are ignored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..base import MAX_TOOLS, ToolName, tool_name
 from ..errors import InvalidRequest
 from ..jobs import TOKEN_PATTERN
 from ..loops import LoopTool, Source
-from .chat import Body, Function, OpenBody
+from .chat import Body, Function, InputGrammar, OpenBody, custom_function
 from .items import by_type, type_tag
 
 
@@ -29,6 +29,36 @@ class FunctionTool(Function, _Direct):
     """A function that the client runs."""
 
     type: Literal["function"]
+
+
+class TextInput(Body):
+    type: Literal["text"]
+
+
+class GrammarInput(InputGrammar):
+    type: Literal["grammar"]
+
+
+class CustomTool(_Direct):
+    """A tool of the client that takes a text instead of JSON; without a `format` any."""
+
+    type: Literal["custom"]
+    name: ToolName
+    description: str | None = None
+    format: (
+        Annotated[
+            Annotated[TextInput, Tag("<text>")] | Annotated[GrammarInput, Tag("<grammar>")],
+            by_type("input_format", "a format of type text or grammar"),
+        ]
+        | None
+    ) = None
+
+    @property
+    def function(self) -> FunctionTool:
+        """What the model sees."""
+        grammar = self.format if isinstance(self.format, GrammarInput) else None
+        function = custom_function(self.name, self.description, grammar)
+        return FunctionTool(type="function", **dict(function))
 
 
 class NamespaceTool(_Direct):
@@ -62,7 +92,7 @@ def namespaced(tools: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, str]]
     """The namespace and the name of each function in a namespace, by its name for the model. That is its own name,
     unless another function has it, too."""
     known = [*tools]
-    own = [tool["name"] for tool in known if tool["type"] == "function"]
+    own = [tool["name"] for tool in known if tool["type"] in ("function", "custom")]
     inside = [(tool["name"], each["name"]) for tool in known if tool["type"] == "namespace" for each in tool["tools"]]
     times = Counter([*own, *(name for _, name in inside)])
     return {name if times[name] == 1 else tool_name(f"{space}__{name}"): (space, name) for space, name in inside}
@@ -150,19 +180,22 @@ def _tool_tag(value: Any) -> str:
 
 Tool = Annotated[
     Annotated[FunctionTool, Tag("<function>")]
+    | Annotated[CustomTool, Tag("<custom>")]
     | Annotated[NamespaceTool, Tag("<namespace>")]
     | Annotated[McpTool, Tag("<mcp>")]
     | Annotated[HostedTool, Tag("<hosted>")],
     Discriminator(
         _tool_tag,
         custom_error_type="tool_kind",
-        custom_error_message="Input should be a tool of type function, namespace or mcp; others are not supported",
+        custom_error_message="Input should be a tool of type function, custom, namespace or mcp; there are no others",
     ),
 ]
 
 
 class ChosenFunction(Body):
-    type: Literal["function"]
+    """A function, or a custom tool."""
+
+    type: Literal["function", "custom"]
     name: str
 
     def covers(self, tool: FunctionTool | LoopTool) -> bool:
@@ -186,8 +219,10 @@ class AllowedTools(Body):
     tools: Annotated[
         list[
             Annotated[
-                Annotated[ChosenFunction, Tag("<function>")] | Annotated[ChosenMcp, Tag("<mcp>")],
-                by_type("tool_kind", "a tool of type function or mcp"),
+                Annotated[ChosenFunction, Tag("<function>")]
+                | Annotated[ChosenFunction, Tag("<custom>")]
+                | Annotated[ChosenMcp, Tag("<mcp>")],
+                by_type("tool_kind", "a tool of type function, custom or mcp"),
             ]
         ],
         Field(min_length=1, max_length=MAX_TOOLS),
@@ -197,9 +232,10 @@ class AllowedTools(Body):
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<str>")]
     | Annotated[ChosenFunction, Tag("<function>")]
+    | Annotated[ChosenFunction, Tag("<custom>")]
     | Annotated[ChosenMcp, Tag("<mcp>")]
     | Annotated[AllowedTools, Tag("<allowed_tools>")],
-    by_type("choice_kind", "none, auto, required, or an object of type function, mcp or allowed_tools"),
+    by_type("choice_kind", "none, auto, required, or an object of type function, custom, mcp or allowed_tools"),
 ]
 
 

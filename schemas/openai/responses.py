@@ -24,6 +24,7 @@ from .response_tools import (
     AllowedTools,
     ChosenFunction,
     ChosenMcp,
+    CustomTool,
     FunctionTool,
     HostedTool,
     McpTool,
@@ -155,7 +156,7 @@ class ResponsesRequest(Body):
 
     @property
     def function_tools(self) -> list[FunctionTool]:
-        """The functions under their names for the model."""
+        """The functions under their names for the model, and those that stand for custom tools."""
         inside = {
             (space.name, tool.name): tool
             for space in self.tools or ()
@@ -163,13 +164,18 @@ class ResponsesRequest(Body):
             for tool in space.tools
         }
         named = [inside[key].model_copy(update={"name": name}) for name, key in self.namespaced.items()]
-        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)] + named
+        own = [tool for tool in self.tools or () if isinstance(tool, FunctionTool | CustomTool)]
+        return [tool.function if isinstance(tool, CustomTool) else tool for tool in own] + named
 
     @property
     def namespaced(self) -> dict[str, tuple[str, str]]:
         """See `response_tools.namespaced`."""
         kept: dict[str, Any] = {"type": True, "name": True, "tools": {"__all__": {"name"}}}
         return namespaced(tool.model_dump(include=kept) for tool in self.tools or ())
+
+    @property
+    def custom_names(self) -> frozenset[str]:
+        return frozenset(tool.name for tool in self.tools or () if isinstance(tool, CustomTool))
 
     @property
     def mcp_tools(self) -> list[McpTool]:
@@ -285,7 +291,8 @@ def _faults(request: ResponsesRequest) -> Iterable[tuple[str, str]]:
         if isinstance(tool, NamespaceTool) and len({one.name for one in tool.tools}) < len(tool.tools):
             yield f"tools[{index}].tools", "two functions have the same name; rename one"
         part, name = ("server_label", tool.server_label) if isinstance(tool, McpTool) else ("name", tool.name)
-        if (key := f"{tool.type} {name}") in names:
+        kind = "function" if isinstance(tool, CustomTool) else tool.type  # the model sees no difference
+        if (key := f"{kind} {name}") in names:
             yield f"tools[{index}].{part}", f"{name!r} is defined twice; rename one"
         names.add(key)
         if isinstance(tool, McpTool):

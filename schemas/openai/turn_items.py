@@ -12,12 +12,14 @@ from typing import Any, Literal, NamedTuple
 
 from ..events import FinishReason, Token, TokenLogprob, ToolCallDelta
 from ..loops import Items, TurnId
+from .custom_tools import InputReader
 
 _WHOLE: tuple[FinishReason, ...] = ("stop", "stop_sequence", "tool_calls")
 _PREFIXES = {
     "reasoning": "rs",
     "message": "msg",
     "function_call": "fc",
+    "custom_tool_call": "ctc",
     "mcp_call": "mcp",
     "mcp_list_tools": "mcpl",
     "mcp_approval_request": "mcpr",
@@ -42,8 +44,8 @@ def item_id(kind: str, turn: TurnId, number: int) -> str:
 
 class TurnItems:
     """Takes the tokens of the turn `job` in order. `calls` is as in the event `Turn`; names that it lacks are functions
-    of the client, some in namespaces (`namespaced`, as in `response_tools`). A call that a person must approve becomes
-    an approval request, which appears when it is complete."""
+    of the client, some in namespaces (`namespaced`, as in `response_tools`), or its `custom` tools. A call that a
+    person must approve becomes an approval request, which appears when it is complete."""
 
     def __init__(
         self,
@@ -51,6 +53,7 @@ class TurnItems:
         calls: Mapping[str, Mapping[str, Any]],
         *,
         namespaced: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+        custom: frozenset[str] = frozenset(),
         logprobs: bool = False,
     ) -> None:
         """Raises `ValueError` for a job that is not a turn."""
@@ -60,11 +63,13 @@ class TurnItems:
         self._turn = turn
         self._calls = calls
         self._namespaced = namespaced
+        self._custom = custom
         self._logprobs = logprobs
         self._closed: Items = []
         self._call = -1  # index of the newest call
         self._open: dict[str, Any] | None = None  # as it began
         self._asks = False  # whether the open item is a call that a person must approve
+        self._input: InputReader | None = None  # of the open item, if it is a call of a custom tool
         self._texts: list[str] = []  # of the open item
         self._open_logprobs: list[dict[str, Any]] = []  # log-probabilities of the open item
         self._pending_logprobs: tuple[TokenLogprob, ...] = ()  # of tokens whose text has not arrived yet
@@ -93,7 +98,7 @@ class TurnItems:
                 yield from self._close("completed")
                 self._call = call.index
                 yield from self._called(call)
-            yield from self._add(call.arguments)
+            yield from self._add(self._input.feed(call.arguments) if self._input else call.arguments)
 
     def _logprobs_of(self, token: Token) -> tuple[dict[str, Any], ...]:
         """Those of this token, and of earlier ones without text."""
@@ -105,7 +110,7 @@ class TurnItems:
     def _say(self, kind: str, text: str, logprobs: tuple[dict[str, Any], ...] = ()) -> Iterator[Change]:
         if not text:
             return
-        if self._open is not None and "arguments" in self._open:
+        if self._open is not None and self._open.keys() & {"arguments", "input"}:
             self._waiting.append((kind, text, logprobs))
             return
         if self._open is None or self._open["type"] != kind:
@@ -117,7 +122,12 @@ class TurnItems:
     def _called(self, call: ToolCallDelta) -> Iterator[Change]:
         known = call.name or ""
         source = self._calls.get(known)
-        if source is None:
+        if source is None and known in self._custom:
+            yield from self._begin(
+                "custom_tool_call", {"call_id": call.id, "name": known, "input": "", "status": "in_progress"}
+            )
+            self._input = InputReader()
+        elif source is None:
             space, name = self._namespaced.get(known, (None, known))
             named = {"call_id": call.id, "name": name, "arguments": "", "status": "in_progress"}
             named |= {"namespace": space} if space else {}
@@ -143,6 +153,9 @@ class TurnItems:
 
     def _close(self, status: str) -> Iterator[Change]:
         while self._open is not None:
+            if self._input is not None:
+                yield from self._add(self._input.end())
+                self._input = None
             # Text after a call shows that the call is complete.
             whole = self._whole(self._open, "completed" if self._waiting else status)
             if self._asks and whole["type"] == "mcp_approval_request":
@@ -173,6 +186,8 @@ class TurnItems:
                 return {"id": self._id(kind), "type": kind, **named, "arguments": text}
             case "mcp_call" if status == "completed":
                 return item | {"arguments": text}
+            case "custom_tool_call":
+                return item | {"input": text, "status": status}
             case _:
                 return item | {"arguments": text, "status": status}
 

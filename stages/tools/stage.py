@@ -50,6 +50,7 @@ from .spans import link_response
 MAX_TURNS = 10
 INCOMPLETE = ("length", "content_filter")  # finish reasons
 REFUSED = (400, 404, 413, 429, 503)  # statuses with which the first turn may be refused
+_CLIENTS = {"function_call", "custom_tool_call", "mcp_approval_request"}  # items that the client answers
 MAX_PAUSE = 30.0  # seconds before a turn that the server had no capacity for is requested again
 
 Status = Literal["completed", "failed", "incomplete", "cancelled"]
@@ -241,7 +242,7 @@ class Tools(Stage):
             await self._end(stored, "failed", ErrorBody.of(DeadlineExceeded("The deadline passed in a turn.")))
         elif last is not None and (last.reason in INCOMPLETE or _spent(stored) >= (request.max_output_tokens or inf)):
             await self._end(stored, "incomplete")
-        elif last is not None and ("mcp_call" not in kinds or kinds & {"function_call", "mcp_approval_request"}):
+        elif last is not None and ("mcp_call" not in kinds or kinds & _CLIENTS):
             await self._end(stored, "completed")
         else:
             with report_unlisted(stored.begun.items):
@@ -286,8 +287,8 @@ class Tools(Stage):
                 await self._end(stored, "cancelled")
             case Done(finish_reasons=(reason, *_), usage=usage, fallback=fallback):
                 asked = parse_responses(job.body)
-                named, logprobs = asked.namespaced, asked.wants_logprobs
-                fold = TurnItems(str(turn), begun.callable, namespaced=named, logprobs=logprobs)
+                named, custom, logprobs = asked.namespaced, asked.custom_names, asked.wants_logprobs
+                fold = TurnItems(str(turn), begun.callable, namespaced=named, custom=custom, logprobs=logprobs)
                 for token in tokens:
                     fold.feed(token)
                 fold.finish(reason)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.api.bridge.resume import Progress
-from penstock.api.render.openai import join_calls
+from penstock.api.render.calls import join_calls
 from penstock.schemas.events import Accepted, Done, Event, FinishReason, Token, TokenLogprob, ToolCallDelta, Usage
 from penstock.schemas.jobs import Job
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -194,3 +195,53 @@ async def test_langchain_reads_responses(url: str, shop: Shop) -> None:
         text += chunk.text
     assert text == whole.text
     assert shop.calls == CALLS[ANN] * 2
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        {"syntax": "regex", "definition": r'(run|stop) "[a-z]{1,3}"\n'},
+        {
+            "syntax": "lark",
+            "definition": 'start: verb " " name LF\nverb: "run" | "stop"\n'
+            'name: "\\"" /[a-z]{1,3}/ "\\""\n%import common.LF\n',
+        },
+    ],
+)
+def test_a_custom_tool_gets_a_text_that_matches_its_grammar(client: openai.OpenAI, grammar: dict[str, str]) -> None:
+    """Of chats and responses, whole and streamed; the conversation goes on with its result."""
+    asked: Any = {"role": "user", "content": "Run abc."}
+    shared: Any = {"type": "grammar", "grammar": grammar}
+    tool: Any = {"type": "custom", "custom": {"name": "shell", "description": "Runs it", "format": shared}}
+    named: Any = {"type": "custom", "custom": {"name": "shell"}}
+    whole = client.chat.completions.create(messages=[asked], tools=[tool], tool_choice=named, **ASKED)
+    (call,) = whole.choices[0].message.tool_calls or ()
+    assert call.type == "custom" and call.custom.name == "shell"
+    text = call.custom.input
+    assert re.fullmatch(r'(run|stop) "[a-z]{1,3}"\n', text)
+    lenient = openai.OpenAI(base_url=client.base_url, api_key="none")  # its types of chunks know functions alone
+    chunks = [*lenient.chat.completions.create(messages=[asked], tools=[tool], tool_choice=named, stream=True, **ASKED)]
+    lenient.close()
+    pieces = [piece.model_dump() for chunk in chunks for piece in chunk.choices[0].delta.tool_calls or ()]
+    assert "".join(piece["custom"]["input"] for piece in pieces) == text
+    said: Any = [asked, whole.choices[0].message.model_dump(exclude_none=True)]
+    said += [{"role": "tool", "tool_call_id": call.id, "content": "done"}]
+    after = client.chat.completions.create(messages=said, tools=[tool], max_tokens=8, **ASKED)
+    assert after.choices[0].message.content
+
+    tools: Any = [
+        {"type": "custom", "name": "shell", "description": "Runs it", "format": {"type": "grammar", **grammar}}
+    ]
+    choice: Any = {"type": "custom", "name": "shell"}
+    with client.responses.stream(input="Run abc.", tools=tools, tool_choice=choice, **ASKED) as stream:
+        events = [*stream]
+        response = stream.get_final_response()
+    (made,) = response.output
+    assert made.type == "custom_tool_call" and re.fullmatch(r'(run|stop) "[a-z]{1,3}"\n', made.input)
+    assert (
+        "".join(event.delta for event in events if event.type == "response.custom_tool_call_input.delta") == made.input
+    )
+    assert [event.input for event in events if event.type == "response.custom_tool_call_input.done"] == [made.input]
+    result: Any = [{"type": "custom_tool_call_output", "call_id": made.call_id, "output": "done"}]
+    then = client.responses.create(input=result, previous_response_id=response.id, tools=tools, **ASKED)
+    assert then.status == "completed" and then.output_text
