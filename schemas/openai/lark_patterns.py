@@ -1,7 +1,7 @@
 """Writes grammars in Lark, in which OpenAI's custom tools may say what they take, as regular expressions.
 
-That is possible where no rule refers to itself. The names of rules, priorities and what a parser does with its tree have
-no effect on the texts that a grammar allows.
+That is possible where no rule refers to itself. The names of rules, priorities and what a parser does with its tree
+have no effect on the texts that a grammar allows.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ _TEXTS = {
     "message": "output_text",
     "reasoning": "reasoning_text",
     "function_call": "function_call_arguments",
+    "custom_tool_call": "custom_tool_call_input",
     "mcp_call": "mcp_call_arguments",
 }
 _SAID = r"content_part\.added( {0}\.delta)+ {0}\.done content_part\.done output_item\.done"
@@ -34,6 +35,7 @@ _ORDERS = {  # of an item's events behind its beginning, by its type
     "message": _SAID.format("output_text"),
     "reasoning": _SAID.format("reasoning_text"),
     "function_call": _CALLED.format("function_call_arguments") + r" output_item\.done",
+    "custom_tool_call": _CALLED.format("custom_tool_call_input") + r" output_item\.done",
     "mcp_call": r"mcp_call\.in_progress " + _CALLED.format("mcp_call_arguments") + _RUN.format("mcp_call"),
     "mcp_list_tools": r"mcp_list_tools\.in_progress" + _RUN.format("mcp_list_tools"),
     "mcp_approval_request": r"output_item\.done",
@@ -168,7 +170,7 @@ class _Items:
             self._texts[place] += event["delta"]
             self._heard[place] += event.get("logprobs", ())
         elif name == f"{text}.done":
-            assert event.get("text", event.get("arguments")) == self._texts[place]
+            assert event.get("text", event.get("arguments", event.get("input"))) == self._texts[place]
             assert event.get("logprobs", []) == self._heard[place]
             # OpenAI's schema requires it, and clients in Java that are generated from it; the official types forget it.
             assert item["type"] != "function_call" or event["name"] == item["name"]
@@ -187,13 +189,13 @@ class _Items:
     def _check_done(self, item: Event, place: int) -> None:
         begun, kind = self._begun[place], item["type"]
         assert re.fullmatch(_ORDERS[kind], " ".join(self._told[place])), self._told[place]
-        fixed = begun.keys() - {"status", "content", "arguments", "output", "error", "tools"}
+        fixed = begun.keys() - {"status", "content", "arguments", "input", "output", "error", "tools"}
         assert {name: item[name] for name in fixed} == {name: begun[name] for name in fixed}
         if kind in ("message", "reasoning"):
             [part] = item["content"]
             self._check_part(part, place)
         elif kind in _TEXTS:
-            assert item["arguments"] == self._texts[place]
+            assert item["input" if kind == "custom_tool_call" else "arguments"] == self._texts[place]
         if kind in ("mcp_call", "mcp_list_tools"):
             assert (f"{kind}.failed" in self._told[place]) == (item["error"] is not None)
         if kind == "mcp_call":

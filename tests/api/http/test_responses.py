@@ -131,6 +131,21 @@ def test_a_function_of_the_clients_ends_the_response_and_its_output_goes_on(offi
     assert error["param"] == "input[0].call_id"
 
 
+@pytest.mark.parametrize("kind", ["function", "custom"])
+def test_a_call_of_the_clients_beside_one_of_penstocks_ends_the_response(office: Office, kind: str) -> None:
+    """The client has to answer before the model goes on."""
+    mine = WEATHER if kind == "function" else {"type": "custom", "name": "weather"}
+    calls = call("add", a=2, b=3) + call("weather", **{"city" if kind == "function" else "input": "Oslo"})
+    made = office.create(calls, input="Go.", tools=[*functions(), mine], stream=True)
+    own = {"function": "function_call", "custom": "custom_tool_call"}[kind]
+    assert (made["status"], kinds(made)) == ("completed", ["mcp_list_tools", "mcp_call", own])
+    item = made["output"][2]
+    assert item["call_id"] and item.get("input", "Oslo") == "Oslo"
+    output = {"type": f"{own}_output", "call_id": item["call_id"], "output": "It snows."}
+    more = office.create("Snow.", input=[output], previous_response_id=made["id"], tools=[*functions(), mine])
+    assert said(more) == "Snow." and office.model.asked[-1].index("Oslo") < office.model.asked[-1].index("It snows.")
+
+
 def test_the_instructions_are_not_passed_on(office: Office) -> None:
     first = office.create("Yes.", input="Are you there?", instructions="Answer with one word.")
     office.create("Yes.", input="Still?", previous_response_id=first["id"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -68,6 +69,7 @@ c: "-".."]" "ä"i
 """
 
 
+@example(text="\N{GRINNING FACE}", ascii_only=True, spaces="", cuts={*range(40)})
 @given(text=TEXTS, ascii_only=st.booleans(), spaces=st.sampled_from(["", " ", "\n "]), cuts=st.sets(st.integers(0, 60)))
 @settings(deadline=None)
 def test_the_text_is_read_however_the_arguments_are_written_and_cut(
@@ -77,7 +79,7 @@ def test_the_text_is_read_however_the_arguments_are_written_and_cut(
     arguments = f'{spaces}{{{spaces}"input"{spaces}:{spaces}{written}{spaces}}}'
     bounds = [0, *sorted(cut for cut in cuts if cut < len(arguments)), len(arguments)]
     reader = InputReader()
-    pieces = [reader.feed(arguments[begin:end]) for begin, end in zip(bounds, bounds[1:], strict=False)]
+    pieces = [reader.feed(arguments[begin:end]) for begin, end in pairwise(bounds)]
     assert "".join(pieces) == text, "nothing is kept back"
     assert reader.end() == ""
     assert input_of(arguments_of(text)) == text

@@ -20,7 +20,13 @@ CALLS = {
     "docs_search": {"label": "docs", "tool": "search", "approval": False},
     "docs_delete": {"label": "docs", "tool": "delete", "approval": True},
 }
-KINDS = {"own": "function_call", "docs_search": "mcp_call", "docs_delete": "mcp_approval_request"}
+CUSTOM = frozenset({"run"})
+KINDS = {
+    "own": "function_call",
+    "run": "custom_tool_call",
+    "docs_search": "mcp_call",
+    "docs_delete": "mcp_approval_request",
+}
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 scripts = st.lists(st.tuples(st.sampled_from(["reasoning", "message", *KINDS]), texts), max_size=8)
@@ -38,7 +44,7 @@ class Folded:
     """A turn that has ended: its items, and the changes that were told on the way."""
 
     def __init__(self, *tokens: Token, reason: FinishReason = "stop", logprobs: bool = False) -> None:
-        fold = TurnItems(JOB, CALLS, logprobs=logprobs)
+        fold = TurnItems(JOB, CALLS, custom=CUSTOM, logprobs=logprobs)
         self.changes: list[Change] = []
         self.seen: list[Items] = []  # the items after each token
         for one in tokens:
@@ -53,7 +59,9 @@ class Folded:
 
 
 def text_of(item: dict[str, Any]) -> str:
-    return str(item["arguments"] if "arguments" in item else item["content"][0]["text"])
+    """Of a call of a custom tool, all that the model wrote, as it is no object with an input."""
+    (said,) = [item[name] for name in ("arguments", "input") if name in item] or [item["content"][0]["text"]]
+    return str(said)
 
 
 @st.composite
@@ -152,9 +160,10 @@ def test_every_attempt_and_turn_has_ids_of_its_own() -> None:
     assert len(set(ids)) == len(ids)
 
 
-def test_text_between_the_pieces_of_a_call_comes_behind_it() -> None:
-    folded = Folded(token(calls=(call(0, "{", "own"),)), token("Wait."), token(calls=(call(0, "}"),)))
-    assert folded.said == [("function_call", "{}"), ("message", "Wait.")]
+@pytest.mark.parametrize("name", ["own", "run"])
+def test_text_between_the_pieces_of_a_call_comes_behind_it(name: str) -> None:
+    folded = Folded(token(calls=(call(0, "{", name),)), token("Wait."), token(calls=(call(0, "}"),)))
+    assert folded.said == [(KINDS[name], "{}"), ("message", "Wait.")]
 
 
 def test_one_token_may_end_a_call_say_something_and_begin_the_next() -> None:
