@@ -215,7 +215,7 @@ def test_a_custom_tool_gets_a_text_that_matches_its_grammar(client: openai.OpenA
     tool: Any = {"type": "custom", "custom": {"name": "shell", "description": "Runs it", "format": shared}}
     named: Any = {"type": "custom", "custom": {"name": "shell"}}
     whole = client.chat.completions.create(messages=[asked], tools=[tool], tool_choice=named, **ASKED)
-    (call,) = whole.choices[0].message.tool_calls or ()
+    (call,) = whole.choices[0].message.tool_calls or []
     assert call.type == "custom" and call.custom.name == "shell"
     text = call.custom.input
     assert re.fullmatch(r'(run|stop) "[a-z]{1,3}"\n', text)

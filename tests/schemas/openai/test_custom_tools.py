@@ -144,13 +144,13 @@ def test_a_stream_of_chunks_adds_up_to_the_whole_answer(text: str, cut: int) -> 
 
 def test_the_model_sees_calls_of_custom_tools_as_those_of_functions() -> None:
     call = {"id": "c", "type": "custom", "custom": {"name": "run", "input": 'a"b'}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "?"},
         {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "ok"},
     ]
     request = parse_body(ChatRequest, {"model": "m", "messages": messages})
-    (made,) = request.messages[1].tool_calls or ()
+    (made,) = request.messages[1].tool_calls or []
     items = [
         {"type": "custom_tool_call", "call_id": "c", "name": "run", "input": 'a"b'},
         {"type": "custom_tool_call_output", "call_id": "c", "output": "ok"},
