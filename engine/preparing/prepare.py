@@ -30,6 +30,7 @@ from ..vision.reading import ANY, ImageLimits
 from ..vision.sight import NO_SIGHT, Sight, load_sight
 from .chat_checks import check_messages
 from .embedding_inputs import prepare_inputs
+from .infill import Infill
 from .response_grammar import response_grammar
 
 # Template variables that a client may not set: they would replace the template, or are options of its renderer.
@@ -86,6 +87,7 @@ class Preparer:
         """The formats are names in the engine's tables, "auto" or "none". Raises `ConfigurationError`."""
         self.tokenizer = tokenizer
         self._sight = sight
+        self._infill = Infill(tokenizer)
         self._form = choose_form(
             tokenizer.chat_template,
             tokenizer.vocabulary,
@@ -143,8 +145,7 @@ class Preparer:
             case CompletionRequest():
                 if len(request.prompts) * (request.n or 1) > MAX_CHOICES:
                     raise InvalidRequest(f"Prompts times n is above {MAX_CHOICES}; ask for fewer.", param="n")
-                adds = request.add_special_tokens is not False
-                prompts = [self._completion(prompt, context_length, adds) for prompt in request.prompts]
+                prompts = [self._completion(request, prompt, context_length) for prompt in request.prompts]
                 echoed = tuple(map(self.tokenizer.decode, prompts)) if request.echo else ()
                 form = Form(echo=echoed, prompt_alone=request.max_tokens == 0) if request.echo else None
         longest = max(map(len, prompts))
@@ -152,6 +153,9 @@ class Preparer:
             param = "messages" if isinstance(request, ChatRequest) else "prompt"
             raise prompt_too_long(longest, context_length, param=param)
         params = generation_params(request, room=context_length - longest, seed=seed)
+        if isinstance(request, CompletionRequest) and request.suffix and not params.ignore_eos:
+            ends = tuple(dict.fromkeys((*params.stop_token_ids, *self._infill.end_ids)))
+            params = params.model_copy(update={"stop_token_ids": ends})
         check_scores(params, sum(map(len, prompts)))
         check_ids(params.logit_bias, "logit_bias", self.tokenizer.vocabulary_size)
         check_ids(params.stop_token_ids, "stop_token_ids", self.tokenizer.vocabulary_size)
@@ -233,15 +237,17 @@ class Preparer:
             options["continue_final_message"] = True
         return options
 
-    def _completion(self, prompt: str | list[int], context_length: int, add_special_tokens: bool) -> list[int]:
-        if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+    def _completion(self, request: CompletionRequest, prompt: str | list[int], context_length: int) -> list[int]:
+        adds = request.add_special_tokens is not False
+        if not request.suffix and (not prompt or (isinstance(prompt, str) and not prompt.strip())):
             raise InvalidRequest("The prompt is blank; send some text.", code="empty_prompt", param="prompt")
-        if isinstance(prompt, str):
-            return encode_within(
-                self.tokenizer, prompt, context_length, "prompt", add_special_tokens=add_special_tokens
-            )
-        check_ids(prompt, "prompt", self.tokenizer.vocabulary_size)
-        return prompt
+        if isinstance(prompt, list):
+            check_ids(prompt, "prompt", self.tokenizer.vocabulary_size)
+        if request.suffix:
+            return self._infill.prompt(prompt, request.suffix, context_length, add_special_tokens=adds)
+        if isinstance(prompt, list):
+            return prompt
+        return encode_within(self.tokenizer, prompt, context_length, "prompt", add_special_tokens=adds)
 
 
 def _for_template(message: ChatMessage) -> dict[str, Any]:

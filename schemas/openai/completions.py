@@ -26,6 +26,7 @@ from .chat import (
     ModelName,
     OpenBody,
     ResponseFormat,
+    TextPart,
     Tool,
     ToolChoice,
     Unsupported,
@@ -43,12 +44,10 @@ _UNSUPPORTED = {
     "function_call": Unsupported((None, "none"), "send tools and tool_choice"),
     "modalities": Unsupported((None, ["text"])),
     "audio": Unsupported(),
-    "prediction": Unsupported(),
     "web_search_options": Unsupported(),
     "verbosity": Unsupported((None, "medium")),
     "moderation": Unsupported(),
     "store": Unsupported((None, False)),
-    "suffix": Unsupported((None, "")),
     # Parameters of vLLM, SGLang and llama.cpp.
     "use_beam_search": Unsupported((None, False)),
     "include_stop_str_in_output": Unsupported((None, False)),
@@ -166,6 +165,13 @@ class _Sampling(Body):
     prompt_cache_retention: str | None = None
 
 
+class Prediction(OpenBody):
+    """What the client expects much of the answer to be."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+
 class ChatRequest(_Sampling):
     """Body of `/v1/chat/completions`."""
 
@@ -174,6 +180,7 @@ class ChatRequest(_Sampling):
         "prompt": Unsupported(advice="send messages, or ask /v1/completions"),
         "best_of": Unsupported((None, 1), "ask for n"),
         "echo": Unsupported((None, False), "ask /v1/completions"),
+        "suffix": Unsupported((None, ""), "ask /v1/completions"),
         "add_special_tokens": Unsupported((None, False), "the chat template writes every special token itself"),
     }
 
@@ -188,6 +195,7 @@ class ChatRequest(_Sampling):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    prediction: Prediction | None = None  # changes nothing: what repeats the prompt is predicted from there anyway
 
 
 class CompletionRequest(_Sampling):
@@ -196,9 +204,11 @@ class CompletionRequest(_Sampling):
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
         **_UNSUPPORTED,
         "messages": Unsupported(advice="send a prompt, or ask /v1/chat/completions"),
+        "prediction": Unsupported(advice="ask /v1/chat/completions"),
     }
 
     prompt: Prompt
+    suffix: str | None = None  # what follows the answer, for models that fill gaps
     logprobs: int | None = None
     best_of: int | None = None
     echo: bool | None = None
@@ -274,6 +284,8 @@ def generation_params(request: Request, *, room: int, seed: int) -> GenerationPa
     else:
         values["logprobs"] = request.logprobs
         if request.echo:
+            if request.suffix:
+                raise InvalidRequest("echo cannot be combined with suffix; leave one out.", param="echo")
             if request.prompt_logprobs not in (None, request.logprobs):
                 raise InvalidRequest("With echo, prompt_logprobs must be logprobs.", param="prompt_logprobs")
             values["prompt_logprobs"] = request.logprobs

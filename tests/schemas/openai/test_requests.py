@@ -67,6 +67,7 @@ WRONG: dict[str, tuple[tuple[Endpoint, ...], st.SearchStrategy[Any]]] = {
     "user": (BOTH, no_text),
     "metadata": (BOTH, words | st.integers() | st.lists(st.integers())),
     "parallel_tool_calls": ((CHAT,), no_switch),
+    "prediction": ((CHAT,), words | st.sampled_from([{}, {"type": "content"}, {"type": "x", "content": "a"}])),
     "add_generation_prompt": ((CHAT,), no_switch),
     "continue_final_message": ((CHAT,), no_switch),
     "reasoning_effort": ((CHAT,), no_text | words.filter(lambda word: word not in EFFORTS)),
@@ -139,6 +140,7 @@ WRONG: dict[str, tuple[tuple[Endpoint, ...], st.SearchStrategy[Any]]] = {
         | objects
         | st.sampled_from([[], [[]], [-1], [True], ["a", 1], [1, "a"], [[1], "a"], [["a"]], [1.5]]),
     ),
+    "suffix": ((COMPLETION,), no_text),
     "best_of": ((COMPLETION,), no_integer),
 }
 
@@ -148,11 +150,9 @@ UNSUPPORTED: dict[str, tuple[list[Any], list[Any]]] = {
     "function_call": ([None, "none"], ["auto", {"name": "f"}]),
     "modalities": ([None, ["text"]], [["text", "audio"], ["audio"]]),
     "audio": ([None], [{"voice": "alloy", "format": "wav"}]),
-    "prediction": ([None], [{"type": "content", "content": "x"}]),
     "web_search_options": ([None], [{}]),
     "verbosity": ([None, "medium"], ["high"]),
     "store": ([None, False], [True]),
-    "suffix": ([None, ""], ["}"]),
     "use_beam_search": ([None, False], [True]),
     "include_stop_str_in_output": ([None, False], [True]),
     "bad_words": ([None, []], [["a"]]),
