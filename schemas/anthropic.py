@@ -30,6 +30,7 @@ from .anthropic_blocks import (
 from .errors import InvalidRequest
 from .jobs import Priority
 from .openai.chat import MOST_MESSAGES, Body, ModelName, OpenBody, Unsupported
+from .openai.result_images import ResultImages
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _OF_TOOLS = ("defer_loading", "input_examples", "allowed_callers")  # fields of a tool without effect
@@ -213,9 +214,12 @@ def _chat_messages(system: list[TextBlock], messages: list[InputMessage]) -> lis
     for part in system:
         _add(chat, "system", "content", part.text)
     called: set[str] = set()
+    images = ResultImages()
     for index, message in enumerate(messages):
         param = f"messages[{index}].content"
         for block in message.content:
+            if not isinstance(block, ToolResultBlock):
+                _show(chat, images)
             match block, message.role:
                 case TextBlock(), role:
                     _add(chat, role, "content", block.text)
@@ -234,7 +238,8 @@ def _chat_messages(system: list[TextBlock], messages: list[InputMessage]) -> lis
                     if block.tool_use_id not in called:
                         fault = f"{param}: no tool_use before it has the id {block.tool_use_id!r}."
                         raise InvalidRequest(fault, param=param)
-                    text = "\n".join(one.text for one in block.content)
+                    pieces = [one.part if isinstance(one, ImageBlock) else one.text for one in block.content]
+                    text = images.text(pieces, "\n")
                     text = f"Error: {text}" if block.is_error else text  # a chat message has no field for errors
                     chat.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
                 case _:
@@ -242,7 +247,14 @@ def _chat_messages(system: list[TextBlock], messages: list[InputMessage]) -> lis
                         f"{param}: the role {message.role} cannot have a block of type {block.type}; leave it out.",
                         param=param,
                     )
+    _show(chat, images)
     return chat
+
+
+def _show(chat: list[dict[str, Any]], images: ResultImages) -> None:
+    """Put the images of the results of tools behind these."""
+    if parts := images.take():
+        _parts(_turn(chat, "user")).extend(parts)
 
 
 def _turn(chat: list[dict[str, Any]], role: str) -> dict[str, Any]:

@@ -89,12 +89,14 @@ class ToolReference(Marked):
 
 
 Result = Annotated[
-    Annotated[TextBlock, Tag("<text>")] | Annotated[ToolReference, Tag("<tool_reference>")],
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ImageBlock, Tag("<image>")]
+    | Annotated[ToolReference, Tag("<tool_reference>")],
     Discriminator(
         lambda block: f"<{block.get('type')}>" if isinstance(block, dict) else None,
         custom_error_type="block_type",
-        custom_error_message="Input should be a block of type text or tool_reference; "
-        "images and documents are not supported in the result of a tool",
+        custom_error_message="Input should be a block of type text, image or tool_reference; "
+        "documents are not supported in the result of a tool",
     ),
 ]
 

@@ -15,6 +15,7 @@ import orjson
 from ..errors import InvalidRequest
 from ..loops import Items, LoopTool
 from .custom_tools import arguments_of
+from .result_images import ResultImages
 
 _REFUSED = "The user did not approve this call."
 _UNFINISHED = "This call was not finished."
@@ -66,7 +67,7 @@ def chat_messages(
             case "custom_tool_call":
                 chat.call(item, item["call_id"], item["name"])
             case "function_call_output" | "custom_tool_call_output":
-                if not chat.answer(item["call_id"], _text(item["output"])) and index >= before:
+                if not chat.answer(item["call_id"], item["output"]) and index >= before:
                     param = f"input[{index - before}].call_id"
                     raise InvalidRequest(f"{param}: no call before it has the id {item['call_id']!r}.", param=param)
                 chat.answered = True
@@ -94,11 +95,16 @@ class _Chat:
         self._turn: dict[str, Any] | None = None
         self._key: str | None = None  # response and turn, if the ids of the items have them
         self._results: list[dict[str, Any]] = []
+        self._images = ResultImages()
+        self._shown: list[dict[str, Any]] = []  # the content of the last message with images of results
         self._called: set[str] = set()
 
     def say(self, role: str, content: str | list[dict[str, Any]]) -> None:
         self.close()
-        self.messages.append({"role": role, "content": content})
+        if role == "user" and self.messages and self.messages[-1]["content"] is self._shown:
+            self._shown += [{"type": "text", "text": content}] if isinstance(content, str) else content
+        else:
+            self.messages.append({"role": role, "content": content})
 
     def turn(self, item: dict[str, Any]) -> dict[str, Any]:
         """The assistant's message that the item is part of."""
@@ -125,11 +131,14 @@ class _Chat:
         calls.append({"id": call_id, "type": "function", "function": function})
         self._called.add(call_id)
 
-    def answer(self, call_id: str, text: str) -> bool:
+    def answer(self, call_id: str, output: str | list[dict[str, Any]]) -> bool:
         """Add the result of a call; return False if there is no such call."""
         if call_id not in self._called:
             return False
-        result = {"role": "tool", "tool_call_id": call_id, "content": text}
+        content = _content(output)
+        if not isinstance(content, str):
+            content = self._images.text([part.get("text", part) for part in content], "\n")
+        result = {"role": "tool", "tool_call_id": call_id, "content": content}
         if call_id in self._calls():
             self._results.append(result)
         else:
@@ -142,6 +151,9 @@ class _Chat:
         order = self._calls()
         self.messages += sorted(self._results, key=lambda result: order.index(result["tool_call_id"]))
         self._turn, self._results, self.answered = None, [], False
+        if images := self._images.take():
+            self._shown = images
+            self.messages.append({"role": "user", "content": images})
 
     def _calls(self) -> list[str]:
         return [call["id"] for call in (self._turn or {}).get("tool_calls", [])]

@@ -91,19 +91,6 @@ Content = Annotated[
     Annotated[str, Tag("<str>")] | Annotated[list[Part], Tag("<list>")],
     by_type("content_type", "a string or a list of parts"),
 ]
-TextPart = Annotated[
-    Annotated[InputText, Tag("<input_text>")]
-    | Annotated[OutputText, Tag("<output_text>")]
-    | Annotated[Refusal, Tag("<refusal>")],
-    by_type(
-        "part_kind",
-        "a part of type input_text, output_text or refusal; images are supported only in messages of the user",
-    ),
-]
-Texts = Annotated[
-    Annotated[str, Tag("<str>")] | Annotated[list[TextPart], Tag("<list>")],
-    by_type("content_type", "a string or a list of parts"),
-]
 
 
 class MessageItem(_Item):
@@ -162,7 +149,7 @@ class FunctionCall(_Item):
 class FunctionCallOutput(_Item):
     type: Literal["function_call_output"]
     call_id: Id
-    output: Texts
+    output: Content
     status: Status | None = None
 
 
@@ -177,7 +164,7 @@ class CustomToolCall(_Item):
 class CustomToolCallOutput(_Item):
     type: Literal["custom_tool_call_output"]
     call_id: Id
-    output: Texts
+    output: Content
     status: Status | None = None
 
 

@@ -105,6 +105,49 @@ def test_official_clients_get_what_the_library_answers(served: Served, library: 
         assert said.content[0].text == text_of(library.create(body(one, max_tokens=16, ignore_eos=False)))
 
 
+def test_pictures_in_the_results_of_tools_are_seen(served: Served, library: OpenAIAdapter) -> None:
+    """As agents send what they have looked at: their answers are those to the same chat with the picture of a user."""
+    one, two = picture(), picture(80, 30, 1)
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    parts = [{"type": "image_url", "image_url": {"url": data_url(image)}} for image in (one, two)]
+    marks = [{"type": "text", "text": f"[image {number}]"} for number in (1, 2)]
+    shown = [marks[0], parts[0], marks[1], parts[1]]
+    messages = [
+        {"role": "user", "content": WORDS},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "[image 1]\n[image 2]"},
+        {"role": "user", "content": shown},
+    ]
+    wanted = library.create({"messages": messages, "temperature": 0, "max_tokens": 16})
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        output = [{"type": "input_image", "image_url": data_url(image)} for image in (one, two)]
+        items: Any = [
+            {"role": "user", "content": WORDS},
+            {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": output},
+        ]
+        response = client.responses.create(model="seer", input=items, temperature=0, max_output_tokens=16)
+        assert response.output_text == text_of(wanted)
+        assert response.usage is not None and response.usage.input_tokens == wanted["usage"]["prompt_tokens"]
+    with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0, timeout=120) as other:
+        blocks: Any = [
+            {
+                "type": "image",
+                "source": {"type": "base64", "media_type": "image/png", "data": base64.b64encode(image).decode()},
+            }
+            for image in (one, two)
+        ]
+        turns: Any = [
+            {"role": "user", "content": WORDS},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "look", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": blocks}]},
+        ]
+        said = other.messages.create(model="seer", max_tokens=16, messages=turns, extra_body={"temperature": 0})
+        assert said.content[0].type == "text" and said.content[0].text == text_of(wanted)
+        counted = said.usage.input_tokens + (said.usage.cache_read_input_tokens or 0)
+        assert counted == wanted["usage"]["prompt_tokens"]
+
+
 def test_a_killed_worker_loses_no_picture(served: Served, library: OpenAIAdapter) -> None:
     """Another process fetches it, and goes on with the next token."""
     sent = body(picture(90, 60, 7), max_tokens=LONG, return_token_ids=True)

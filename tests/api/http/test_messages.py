@@ -265,6 +265,38 @@ def chat(**change: Any) -> dict[str, Any]:
     return body
 
 
+def test_the_images_of_results_follow_them_as_the_users() -> None:
+    def image(data: str) -> dict[str, Any]:
+        return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+    def part(data: str) -> dict[str, Any]:
+        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+    def result(id: str, *blocks: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "tool_result", "tool_use_id": id, "content": [*blocks]}
+
+    def said(text: str) -> dict[str, Any]:
+        return {"type": "text", "text": text}
+
+    uses: list[dict[str, Any]] = [{"type": "tool_use", "id": id, "name": "look", "input": {}} for id in ("a", "b", "c")]
+    turns = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": uses[:2]},
+        {"role": "user", "content": [result("a", said("It is"), image("AAAA"), said("so."))]},
+        {"role": "user", "content": [result("b", image("BBBB"), image("CCCC")), said("And?")]},
+        {"role": "assistant", "content": uses[2:]},
+        {"role": "user", "content": [result("c", image("DDDD"))]},
+    ]
+    messages = chat(messages=turns)["messages"]
+    roles = ["user", "assistant", "tool", "tool", "user", "assistant", "tool", "user"]
+    assert [message["role"] for message in messages] == roles
+    told = [message["content"] for message in messages if message["role"] == "tool"]
+    assert told == ["It is\n[image 1]\nso.", "[image 2]\n[image 3]", "[image 4]"]
+    shown = [said("[image 1]"), part("AAAA"), said("[image 2]"), part("BBBB"), said("[image 3]"), part("CCCC")]
+    assert messages[4]["content"] == [*shown, said("And?")]
+    assert messages[7]["content"] == [said("[image 4]"), part("DDDD")]
+
+
 def test_a_conversation_with_tools_is_a_chat() -> None:
     turns = [
         {"role": "user", "content": "Is it warm"},
@@ -452,8 +484,8 @@ def content(*blocks: Any, role: str = "user") -> dict[str, Any]:
         (content({"type": "image", "source": {"type": "file"}}), "Input should be a source of type base64 or url"),
         (content({"type": "text"}), "messages[0].content[0].text is missing"),
         (
-            content({"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image"}]}),
-            "messages[0].content[0].content[0]: Input should be a block of type text or tool_reference",
+            content({"type": "tool_result", "tool_use_id": "t", "content": [{"type": "document"}]}),
+            "messages[0].content[0].content[0]: Input should be a block of type text, image or tool_reference",
         ),
         (content({"type": "tool_result", "tool_use_id": "t9"}), "no tool_use before it has the id 't9'"),
         (content({"type": "tool_use", "id": "t", "name": "n", "input": {}}), "cannot have a block of type tool_use"),

@@ -201,6 +201,32 @@ def test_a_turn_is_one_message() -> None:
     assert [message["tool_call_id"] for message in chat if message["role"] == "tool"] == [a, b, c, d, "call_4"]
 
 
+def test_the_images_of_results_follow_them_as_the_users() -> None:
+    def image(data: str) -> dict[str, Any]:
+        return {"type": "input_image", "image_url": f"data:image/png;base64,{data}", "detail": "low"}
+
+    def part(data: str) -> dict[str, Any]:
+        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}", "detail": "low"}}
+
+    def mark(number: int) -> dict[str, Any]:
+        return {"type": "text", "text": f"[image {number}]"}
+
+    both = [{"type": "input_text", "text": "It is"}, image("BBBB")]
+    items = [called("a"), called("b"), output("b") | {"output": both}, output("a") | {"output": [image("AAAA")]}]
+    chat = chat_messages(full(*items, text("user", "Well?"), text("assistant", "so"), text("user", "Oh.")), None)
+    assert [message["role"] for message in chat] == ["assistant", "tool", "tool", "user", "assistant", "user"]
+    assert [(one["tool_call_id"], one["content"]) for one in chat[1:3]] == [
+        ("a", "[image 2]"),
+        ("b", "It is\n[image 1]"),
+    ]
+    well = {"type": "text", "text": "Well?"}
+    assert chat[3]["content"] == [mark(1), part("BBBB"), mark(2), part("AAAA"), well]
+    assert chat[5] == {"role": "user", "content": "Oh."}
+    alone = chat_messages(full(*items), None)
+    assert alone[3] == {"role": "user", "content": [mark(1), part("BBBB"), mark(2), part("AAAA")]}
+    assert chat_messages(full(*items, text("assistant", "so")), None)[3:] == [alone[3], chat[4]]
+
+
 def test_results_go_in_the_order_of_the_calls() -> None:
     chat = chat_messages(full(called("a"), called("b"), output("b"), output("a"), text("assistant", "so")), None)
     assert [said(message) for message in chat] == [

@@ -101,10 +101,6 @@ MALFORMED: dict[str, list[tuple[Body, str]]] = {
         (said({"type": "input_image", "file_id": "file-1"}), "input[0].content[0]"),
         (said({"type": "input_file", "file_id": "file-1"}), "input[0].content[0]"),
         (item(role="system", content=[{"type": "input_image", "image_url": "data:"}]), "input[0]"),
-        (
-            item("function_call_output", call_id="c", output=[{"type": "input_image", "image_url": "data:"}]),
-            "input[0].output[0]",
-        ),
         (said({"type": "text", "text": "x"}), "input[0].content[0]"),
         (said({"type": "refusal", "refusal": "no"}), "input[0]"),
         (item("reasoning", id="rs_1", summary=[], encrypted_content="x"), "input[0]"),
