@@ -56,22 +56,20 @@ class InputReader:
 
     def __init__(self) -> None:
         self._held = ""  # not read yet
-        self._inside: bool | None = None  # whether the string has begun; None until it can be known
+        self._begun = False  # the string
         self._ended = False
 
     def feed(self, arguments: str) -> str:
         """The text that the next piece of the arguments adds."""
         self._held += arguments
-        if self._inside is None and (begun := _begins_input(self._held)):
-            self._held, self._inside = self._held[begun.end() :], True
-        if not self._inside or self._ended:
-            return ""
-        return "".join(self._read())
+        if not self._begun and (begun := _begins_input(self._held)):
+            self._held, self._begun = self._held[begun.end() :], True
+        return "".join(self._read()) if self._begun and not self._ended else ""
 
     def end(self) -> str:
         """What is left of the text once the arguments are complete or cut off."""
         held, self._held = self._held, ""
-        return "" if self._inside else held
+        return "" if self._begun else held
 
     def _read(self) -> Iterator[str]:
         """The characters that are complete, up to the end of the string."""
