@@ -29,6 +29,8 @@ if not torch.cuda.is_available():  # Triton, which others import too, reads it o
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it to what it runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or else no child would end at Ctrl-C
 
+_num_modules = 0  # when the last were found to be no garbage
+
 SLOW = tuple(  # with many processes
     f"tests/{folder}/" for folder in ("serve", "deploy", "api/bench", "docs", "examples", "stages")
 )
@@ -65,6 +67,16 @@ def loaded_modules() -> None:
     """What a module begins with is no garbage: an engine that closes would search a million objects for some."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def modules_of_earlier_tests(loaded_modules: None) -> None:
+    """Nor is what the tests before this one have imported, and loaded for all that follow."""
+    global _num_modules
+    if len(sys.modules) != _num_modules:
+        gc.collect()
+        gc.freeze()
+        _num_modules = len(sys.modules)
 
 
 @pytest.fixture

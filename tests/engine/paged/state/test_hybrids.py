@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from greedy import greedy_answer
 from pydantic import ByteSize
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, InferenceEngine
@@ -62,11 +63,7 @@ def config(directory: Path, **values: Any) -> EngineConfig:
 
 
 def expected(reference_of: Callable[[str], Any], shape: str, prompt: list[int]) -> tuple[int, ...]:
-    ids = torch.tensor([prompt])
-    model = reference_of(shape)
-    model.generation_config.eos_token_id = None
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=COUNT, do_sample=False)
-    return tuple(output[0, len(prompt) :].tolist())
+    return greedy_answer(reference_of(shape), prompt, COUNT)
 
 
 def add(backend: PagedBackend, prompt: list[int], generated: tuple[int, ...] = ()) -> Choice:
@@ -208,14 +205,14 @@ def test_what_a_sequence_will_take_is_known_from_the_files(shape: str, model_dir
 def test_a_successor_gives_the_same_tokens(
     shape: str, model_directory: Directory, reference_of: Callable[[str], Any]
 ) -> None:
-    whole = expected(reference_of, shape, PROMPT)
+    whole, other = (expected(reference_of, shape, prompt) for prompt in (PROMPT, OTHER))
     with loaded(model_directory(shape)) as backend:
         for count in (1, 9, COUNT - 1):
             first = add(backend, PROMPT, whole[:count])
             second = add(backend, OTHER)
             finish(backend)
             assert tuple(first.tokens) == whole
-            assert tuple(second.tokens) == expected(reference_of, shape, OTHER)
+            assert tuple(second.tokens) == other
 
 
 @pytest.mark.parametrize("shape", ["qwen3_5_text", "lfm2", "lfm2_moe", "granitemoehybrid", "bamba"])
