@@ -63,6 +63,33 @@ print("over", flush=True)
     assert printed(script) == "over\nclosed\n"
 
 
+def test_the_end_of_the_interpreter_waits_until_a_dropped_engine_is_freed() -> None:
+    """Its own thread frees the model then; torch makes a thread that is taken away in there abort the process."""
+    script = """
+import atexit
+frees, ends = threading.Event(), threading.Event()
+
+
+class Large(EchoBackend):
+    def __del__(self):
+        frees.set()
+        ends.wait()
+        print("freed", sum(range(3_000_000)) > 0, flush=True)
+
+
+def use():
+    engine = InferenceEngine(CONFIG, backend=Large(CONFIG))
+    atexit.register(ends.set)
+    print(engine.generate("abc", GenerationParams(max_tokens=3)).text)
+
+
+atexit.register(print, "over", flush=True)
+use()
+frees.wait()
+"""
+    assert printed(script) == "abc\nfreed True\nover\n"
+
+
 def test_ctrl_c_while_a_model_loads_frees_it() -> None:
     script = """
 interrupted = threading.Event()
