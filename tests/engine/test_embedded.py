@@ -90,6 +90,25 @@ frees.wait()
     assert printed(script) == "abc\nfreed True\nover\n"
 
 
+def test_the_end_of_the_interpreter_waits_until_dropped_keys_and_values_are_freed() -> None:
+    """The thread that allocates their memory may be the last one that holds them."""
+    script = """
+import atexit
+import torch
+from penstock.engine.paged.kv.kv_cache import Pool, populated
+
+
+class Large(Pool):
+    def __del__(self):
+        print("freed", sum(range(3_000_000)) > 0, flush=True)
+
+
+atexit.register(print, "over", flush=True)
+populated([Large(torch.zeros(1, 1 << 26, dtype=torch.uint8), axis=1)])
+"""
+    assert printed(script) == "freed True\nover\n"
+
+
 def test_ctrl_c_while_a_model_loads_frees_it() -> None:
     script = """
 interrupted = threading.Event()
