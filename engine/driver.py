@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -21,7 +22,7 @@ from .choice import Choice
 from .handle import RequestHandle
 from .stalls import StallClock
 
-_AT_EXIT = 5.0  # seconds that the end of the interpreter waits for a step
+_AT_EXIT = 5.0  # seconds that the end of the interpreter waits for a thread
 
 _Key = tuple[str, int, int]  # request, epoch, choice: the address of a delta
 
@@ -46,6 +47,29 @@ class _Call(NamedTuple):
 class _Running(NamedTuple):
     choice: Choice
     handle: RequestHandle
+
+
+class _EngineThread(threading.Thread):
+    """Runs a driver, which may be freed before the thread ends; the end of the interpreter waits for both.
+
+    torch aborts the process if the end takes a thread away in the middle of a step, or while the thread frees a model:
+    that of a driver which nothing else refers to goes at the end of `run`.
+    """
+
+    def __init__(self, driver: Driver, target: Callable[..., None], *args: object) -> None:
+        super().__init__(target=target, args=args, name="penstock-engine", daemon=True)
+        self._driver = weakref.ref(driver)
+
+    def run(self) -> None:
+        try:
+            super().run()  # which drops its target, and so the driver
+        finally:
+            atexit.unregister(self.end_in_time)
+
+    def end_in_time(self) -> None:
+        if driver := self._driver():
+            driver.close_soon()
+        self.join(_AT_EXIT)
 
 
 class Driver:
@@ -86,8 +110,8 @@ class Driver:
 
     def _start(self, load: Callable[[], Backend]) -> Backend:
         loaded: Future[Backend] = Future()
-        self._thread = threading.Thread(target=self._main, args=(load, loaded), name="penstock-engine", daemon=True)
-        atexit.register(self._end_in_time)
+        self._thread = _EngineThread(self, self._run, load, loaded)
+        atexit.register(self._thread.end_in_time)
         try:
             self._thread.start()
             return loaded.result()
@@ -148,7 +172,7 @@ class Driver:
         """Cancel what runs, free the model and end the thread. Returns whether it ended within `timeout` seconds."""
         self.close_soon()
         self._thread.join(timeout)
-        atexit.unregister(self._end_in_time)
+        atexit.unregister(self._thread.end_in_time)
         return not self._thread.is_alive()
 
     def close_soon(self) -> None:
@@ -159,20 +183,9 @@ class Driver:
             self._closing = True
             self._changed.notify()
 
-    def _end_in_time(self) -> None:
-        """The interpreter ends: torch aborts the process if that takes a thread away in the middle of a step."""
-        self.close_soon()
-        self._thread.join(_AT_EXIT)
-
     def _refuse_child(self) -> None:
         if self._is_forked:
             raise GenerationFailed("a forked process does not have its parent's engine; load one there, after the fork")
-
-    def _main(self, load: Callable[[], Backend], loaded: Future[Backend]) -> None:
-        try:
-            self._run(load, loaded)
-        finally:
-            atexit.unregister(self._end_in_time)
 
     def _run(self, load: Callable[[], Backend], loaded: Future[Backend]) -> None:
         try:

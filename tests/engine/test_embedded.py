@@ -63,6 +63,52 @@ print("over", flush=True)
     assert printed(script) == "over\nclosed\n"
 
 
+def test_the_end_of_the_interpreter_waits_until_a_dropped_engine_is_freed() -> None:
+    """Its own thread frees the model then; torch makes a thread that is taken away in there abort the process."""
+    script = """
+import atexit
+frees, ends = threading.Event(), threading.Event()
+
+
+class Large(EchoBackend):
+    def __del__(self):
+        frees.set()
+        ends.wait()
+        print("freed", sum(range(3_000_000)) > 0, flush=True)
+
+
+def use():
+    engine = InferenceEngine(CONFIG, backend=Large(CONFIG))
+    atexit.register(ends.set)
+    print(engine.generate("abc", GenerationParams(max_tokens=3)).text)
+
+
+atexit.register(print, "over", flush=True)
+use()
+frees.wait()
+"""
+    assert printed(script) == "abc\nfreed True\nover\n"
+
+
+def test_the_end_of_the_interpreter_waits_until_dropped_keys_and_values_are_freed() -> None:
+    """The thread that allocates their memory may be the last one that holds them."""
+    script = """
+import atexit
+import torch
+from penstock.engine.paged.kv.kv_cache import Pool, populated
+
+
+class Large(Pool):
+    def __del__(self):
+        print("freed", sum(range(3_000_000)) > 0, flush=True)
+
+
+atexit.register(print, "over", flush=True)
+populated([Large(torch.zeros(1, 1 << 26, dtype=torch.uint8), axis=1)])
+"""
+    assert printed(script) == "freed True\nover\n"
+
+
 def test_ctrl_c_while_a_model_loads_frees_it() -> None:
     script = """
 interrupted = threading.Event()

@@ -130,7 +130,8 @@ def populated(pools: list[Pool]) -> list[Pool]:
         kept.clear()
 
     if spans:
-        threading.Thread(target=allocate, name="penstock-populate", daemon=True).start()
+        # No daemon: torch aborts the process if the end of the interpreter takes away a thread that frees its memory.
+        threading.Thread(target=allocate, name="penstock-populate").start()
     return pools
 
 
