@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from . import variants
@@ -18,6 +19,7 @@ _APPLE, _NATIVE = ("-mcpu=apple-m1",), ("-mcpu=native" if ARCHITECTURE == "aarch
 NATIVE = _APPLE if sys.platform == "darwin" else _NATIVE
 """The compiler's options for this machine. Apple's compiler knows no `native`."""
 
+_PATIENCE = 300.0  # seconds for which a process waits while another one compiles
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 
 
@@ -75,8 +77,18 @@ def _kept(cache: Path, start: str) -> Path | None:
 
 
 def _compile(compiler: str, cache: Path, options: Sequence[str], start: str) -> Path:
-    """Concurrent processes may each compile; what has its name is whole."""
+    """One of several processes compiles, and the others wait for it. What has its name is whole, even so: some file
+    systems have no locks, and who has waited for long compiles too."""
+    from filelock import FileLock  # most starts compile nothing
+
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        with suppress(OSError, NotImplementedError):  # a timeout is an OSError as well
+            stack.enter_context(FileLock(cache / f"{start}lock", timeout=_PATIENCE))
+        return _kept(cache, start) or _compile_alone(compiler, cache, options, start)
+
+
+def _compile_alone(compiler: str, cache: Path, options: Sequence[str], start: str) -> Path:
     with tempfile.TemporaryDirectory(dir=cache) as directory:
         compile_to([compiler], options, built := Path(directory) / f"kernels{_SUFFIX}")
         return built.replace(cache / (start + _end(built)))
