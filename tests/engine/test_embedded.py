@@ -104,7 +104,15 @@ class Large(Pool):
 
 
 atexit.register(print, "over", flush=True)
-populated([Large(torch.zeros(1, 1 << 26, dtype=torch.uint8), axis=1)])
+
+
+def load():
+    populated([Large(torch.zeros(1, 1 << 26, dtype=torch.uint8), axis=1)])
+
+
+loader = threading.Thread(target=load, daemon=True)  # as an engine's
+loader.start()
+loader.join()
 """
     assert printed(script) == "freed True\nover\n"
 

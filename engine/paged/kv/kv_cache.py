@@ -130,8 +130,8 @@ def populated(pools: list[Pool]) -> list[Pool]:
         kept.clear()
 
     if spans:
-        # No daemon: torch aborts the process if the end of the interpreter takes away a thread that frees its memory.
-        threading.Thread(target=allocate, name="penstock-populate").start()
+        # No daemon, as its parent is: torch aborts the process if the interpreter's end takes it away while it frees.
+        threading.Thread(target=allocate, name="penstock-populate", daemon=False).start()
     return pools
 
 
