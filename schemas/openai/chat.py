@@ -191,7 +191,7 @@ class FunctionTool(OpenBody):
 
 class InputGrammar(OpenBody):
     """What the input of a custom tool has to match as a whole: a regular expression, or a grammar in Lark that can be
-    written as one."""
+    written as one, which may take a tenth of a second."""
 
     syntax: Literal["regex", "lark"]
     definition: Annotated[str, Field(min_length=1, max_length=10_000)]
@@ -221,6 +221,11 @@ class CustomTool(OpenBody):
 
     type: Literal["custom"]
     custom: Custom
+
+    @property
+    def is_in_lark(self) -> bool:
+        format = self.custom.format
+        return format is not None and format.grammar is not None and format.grammar.syntax == "lark"
 
     @property
     def function(self) -> Function:

@@ -14,7 +14,7 @@ from ..base import MAX_TOOLS, ToolName, tool_name
 from ..errors import InvalidRequest
 from ..jobs import TOKEN_PATTERN
 from ..loops import LoopTool, Source
-from .chat import Body, Function, InputGrammar, OpenBody, custom_function
+from .chat import Body, Function, InputGrammar, OpenBody
 from .items import by_type, type_tag
 
 
@@ -54,11 +54,13 @@ class CustomTool(_Direct):
     ) = None
 
     @property
-    def function(self) -> FunctionTool:
-        """What the model sees."""
-        grammar = self.format if isinstance(self.format, GrammarInput) else None
-        function = custom_function(self.name, self.description, grammar)
-        return FunctionTool(type="function", **dict(function))
+    def in_chat(self) -> dict[str, Any]:
+        """The tool as a chat has it."""
+        custom = self.model_dump(include={"name", "description"}, exclude_none=True)
+        if isinstance(self.format, GrammarInput):
+            grammar = self.format.model_dump(include={"syntax", "definition"})
+            custom["format"] = {"type": "grammar", "grammar": grammar}
+        return {"type": "custom", "custom": custom}
 
 
 class NamespaceTool(_Direct):
@@ -192,14 +194,17 @@ Tool = Annotated[
 ]
 
 
+Offered = FunctionTool | CustomTool | LoopTool  # what the model may call
+
+
 class ChosenFunction(Body):
     """A function, or a custom tool."""
 
     type: Literal["function", "custom"]
     name: str
 
-    def covers(self, tool: FunctionTool | LoopTool) -> bool:
-        return isinstance(tool, FunctionTool) and tool.name == self.name
+    def covers(self, tool: Offered) -> bool:
+        return isinstance(tool, FunctionTool | CustomTool) and tool.name == self.name
 
 
 class ChosenMcp(Body):
@@ -209,7 +214,7 @@ class ChosenMcp(Body):
     server_label: str | None = None
     name: str | None = None
 
-    def covers(self, tool: FunctionTool | LoopTool) -> bool:
+    def covers(self, tool: Offered) -> bool:
         return isinstance(tool, LoopTool) and self.server_label in (None, tool.label) and self.name in (None, tool.tool)
 
 
@@ -239,9 +244,7 @@ ToolChoice = Annotated[
 ]
 
 
-def chosen(
-    tools: Iterable[FunctionTool | LoopTool], choice: ChosenFunction | ChosenMcp
-) -> list[FunctionTool | LoopTool]:
+def chosen(tools: Iterable[Offered], choice: ChosenFunction | ChosenMcp) -> list[Offered]:
     """The tools that a choice covers. Raises `InvalidRequest` if there is none."""
     if found := [tool for tool in tools if choice.covers(tool)]:
         return found

@@ -29,6 +29,7 @@ from .response_tools import (
     HostedTool,
     McpTool,
     NamespaceTool,
+    Offered,
     Tool,
     ToolChoice,
     chosen,
@@ -155,8 +156,8 @@ class ResponsesRequest(Body):
     truncation: Literal["auto", "disabled"] | None = None  # an input that is too long is refused in any case
 
     @property
-    def function_tools(self) -> list[FunctionTool]:
-        """The functions under their names for the model, and those that stand for custom tools."""
+    def client_tools(self) -> list[FunctionTool | CustomTool]:
+        """The functions, under their names for the model, and the custom tools."""
         inside = {
             (space.name, tool.name): tool
             for space in self.tools or ()
@@ -164,8 +165,7 @@ class ResponsesRequest(Body):
             for tool in space.tools
         }
         named = [inside[key].model_copy(update={"name": name}) for name, key in self.namespaced.items()]
-        own = [tool for tool in self.tools or () if isinstance(tool, FunctionTool | CustomTool)]
-        return [tool.function if isinstance(tool, CustomTool) else tool for tool in own] + named
+        return [*(tool for tool in self.tools or () if isinstance(tool, FunctionTool | CustomTool)), *named]
 
     @property
     def namespaced(self) -> dict[str, tuple[str, str]]:
@@ -223,20 +223,16 @@ class ResponsesRequest(Body):
                 body["response_format"] = {"type": "json_schema", "json_schema": schema}
             case PlainFormat(type="json_object"):
                 body["response_format"] = {"type": "json_object"}
-        offered, choice = self._offer([*self.function_tools, *tools], first)
+        offered, choice = self._offer([*self.client_tools, *tools], first)
         if len(offered) > MAX_TOOLS:
             fault = f"tools: {len(offered)} functions and tools of servers exceed {MAX_TOOLS}; use allowed_tools."
             raise InvalidRequest(fault, param="tools")
         if offered:
-            kept = {"name", "description", "parameters", "strict"}
-            functions = [tool.model_dump(include=kept, exclude_none=True) for tool in offered]
-            body["tools"] = [{"type": "function", "function": function} for function in functions]
+            body["tools"] = [tool.in_chat if isinstance(tool, CustomTool) else _in_chat(tool) for tool in offered]
             body["tool_choice"] = choice if tools_allowed else "none"
         return body
 
-    def _offer(
-        self, tools: list[FunctionTool | LoopTool], first: bool
-    ) -> tuple[list[FunctionTool | LoopTool], str | dict[str, Any]]:
+    def _offer(self, tools: list[Offered], first: bool) -> tuple[list[Offered], str | dict[str, Any]]:
         """The tools that the model sees, and the chat's `tool_choice`."""
         match self.tool_choice:
             case AllowedTools(mode=mode, tools=choices):
@@ -250,6 +246,11 @@ class ResponsesRequest(Body):
             case str(mode) if first or mode == "none":
                 return tools, mode
         return tools, "auto"
+
+
+def _in_chat(tool: FunctionTool | LoopTool) -> dict[str, Any]:
+    function = tool.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True)
+    return {"type": "function", "function": function}
 
 
 def wants_logprobs(top_logprobs: int | None, include: Sequence[str] | None) -> bool:
@@ -304,7 +305,7 @@ def _faults(request: ResponsesRequest) -> Iterable[tuple[str, str]]:
         len(tool.tools) for tool in request.tools or () if isinstance(tool, NamespaceTool)
     ):
         yield "tools", "two functions of namespaces have the same name for the model; rename one"
-    functions = {tool.name for tool in request.function_tools}
+    functions = {tool.name for tool in request.client_tools}
     labels = {tool.server_label for tool in request.mcp_tools}
     choice = request.tool_choice
     if choice == "required" and not names:

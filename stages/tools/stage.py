@@ -199,7 +199,7 @@ class Tools(Stage):
             await self._log.keep_sealed(job.tenant, job.id, sealed)
         known = {
             "sources": tuple(source.model_copy(update={"sealed": None}) for source in sources),
-            "tools": for_model(found, [tool.name for tool in request.function_tools]),
+            "tools": for_model(found, [tool.name for tool in request.client_tools]),
             "items": items,
             "index": 2 * len(items),
         }

@@ -29,7 +29,8 @@ from ...schemas.errors import (
 )
 from ...schemas.jobs import TOKEN_PATTERN, Endpoint, Job, Priority, ValidatedJob
 from ...schemas.loops import LoopJob, is_response
-from ...schemas.openai.completions import parse_request
+from ...schemas.openai.chat import CustomTool
+from ...schemas.openai.completions import ChatRequest, parse_request
 from ...schemas.openai.embeddings import EmbeddingRequest
 from ...schemas.openai.responses import parse_responses
 from ...schemas.registry import ModelCard
@@ -206,7 +207,7 @@ class Validate(Stage):
             name=model.name,
             seed=secrets.randbits(63),
         )
-        if len(message.data) <= LONG and not has_images(request):
+        if len(message.data) <= LONG and not has_images(request) and not _has_lark(request):
             prepared = prepare()
         else:
             async with self._long:
@@ -306,6 +307,12 @@ class Validate(Stage):
     @property
     def _default_timeout(self) -> float:
         return min(self.pipe.settings.default_timeout, self.pipe.settings.longest_timeout)
+
+
+def _has_lark(request: object) -> bool:
+    """Whether a grammar has to be written as a pattern, which would block the event loop for milliseconds, too."""
+    tools = request.tools or () if isinstance(request, ChatRequest) else ()
+    return any(isinstance(tool, CustomTool) and tool.is_in_lark for tool in tools)
 
 
 def with_defaults(body: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

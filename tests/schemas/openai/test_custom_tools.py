@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from penstock.api.render.openai import Extras, Renderer
 from penstock.schemas.errors import InvalidRequest
 from penstock.schemas.events import Done, Token, ToolCallDelta, Usage
-from penstock.schemas.openai.chat import CustomTool
+from penstock.schemas.openai.chat import CustomTool, NamedTool
 from penstock.schemas.openai.completions import ChatRequest, parse_body
 from penstock.schemas.openai.custom_tools import InputReader, arguments_of, custom_names, input_of
 from penstock.schemas.openai.item_messages import chat_messages
@@ -250,3 +250,29 @@ def test_what_is_wrong_with_a_custom_tool_of_a_response_is_said(tools: list[dict
     with pytest.raises(InvalidRequest) as caught:
         parse_responses({"model": "m", "input": "?", "tools": tools})
     assert caught.value.param == param
+
+
+def test_a_turn_of_a_response_has_the_custom_tools_as_a_chat_does() -> None:
+    """Their grammars are left to the stage that validates the turn."""
+    grammar = {"syntax": "lark", "definition": "no grammar"}
+    tools = [
+        {"type": "custom", "name": "run", "description": "Runs", "format": {"type": "grammar", **grammar}},
+        {"type": "custom", "name": "say", "format": {"type": "text"}},
+        {"type": "function", "name": "look", "parameters": None},
+    ]
+    choice = {"type": "custom", "name": "run"}
+    asked = parse_responses({"model": "m", "input": "?", "tools": tools, "tool_choice": choice})
+    body = asked.chat_body([{"role": "user", "content": "?"}], [], first=True, tools_allowed=True)
+    assert body["tools"] == [
+        {
+            "type": "custom",
+            "custom": {"name": "run", "description": "Runs", "format": {"type": "grammar", "grammar": grammar}},
+        },
+        {"type": "custom", "custom": {"name": "say"}},
+        {"type": "function", "function": {"name": "look"}},
+    ]
+    request = parse_body(ChatRequest, body)
+    assert [isinstance(tool, CustomTool) and tool.is_in_lark for tool in request.tools or ()] == [True, False, False]
+    assert isinstance(request.tool_choice, NamedTool) and request.tool_choice.function.name == "run"
+    with pytest.raises(InvalidRequest, match="no function 'gone'"):
+        parse_responses({"model": "m", "input": "?", "tools": tools, "tool_choice": {"type": "custom", "name": "gone"}})

@@ -39,7 +39,7 @@ def asked(**changes: Any) -> ResponsesRequest:
 
 def test_a_function_keeps_its_name_unless_another_has_it_too() -> None:
     assert namespaced(TOOLS) == asked().namespaced == KNOWN
-    assert [tool.name for tool in asked().function_tools] == ["open", *KNOWN]
+    assert [tool.name for tool in asked().client_tools] == ["open", *KNOWN]
     custom = {"type": "custom", "name": "look"}
     assert asked(tools=[custom, space("web", "look")]).namespaced == {"web__look": ("web", "look")}
     (long,) = namespaced([space("s" * 100, "f" * 100), function("f" * 100)])
