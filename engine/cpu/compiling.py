@@ -84,7 +84,7 @@ def _compile(compiler: str, cache: Path, options: Sequence[str], start: str) -> 
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     with ExitStack() as stack:
         with suppress(OSError, NotImplementedError):  # a timeout is an OSError as well
-            stack.enter_context(FileLock(cache / f"{start}lock", timeout=_PATIENCE))
+            stack.enter_context(FileLock(cache / "compiling.lock", timeout=_PATIENCE))
         return _kept(cache, start) or _compile_alone(compiler, cache, options, start)
 
 

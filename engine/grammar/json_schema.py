@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ...schemas.params import Grammar
-from .patterns import check_pattern, key_pattern
+from .patterns import Strings, check_pattern, key_pattern
 from .schema_facts import MAX_COMPARISONS, disjoint, has_finite_value, type_of
 from .schema_keywords import TYPED, TYPES, check_node, fault, is_annotation, walk
 
@@ -46,15 +46,18 @@ _FORMAT_PATTERNS = {
 _FORMATS = frozenset({"uuid", "ipv6", "hostname", "uri", "uri-reference", "uri-template", "duration"})
 
 
-def json_schema_grammar(schema: Mapping[str, Any], *, path: str, strict: bool = False) -> Grammar:
+def json_schema_grammar(
+    schema: Mapping[str, Any], *, path: str, strict: bool = False, strings: Strings = "plain"
+) -> Grammar:
     """The grammar of the JSON documents that `schema` describes; `path` is where the request has it.
 
-    With `strict` every object names all its properties as required and allows no others, as OpenAI's does.
+    `strings` are those of the outermost properties that have a `pattern`. With `strict` every object names all its
+    properties as required and allows no others, as OpenAI's does.
     Raises `InvalidRequest` with the path of what is malformed, too large or impossible to enforce as its `param`.
     """
     _check_size(schema, path)
     try:
-        normalised = _Normaliser(schema, path, strict).run()
+        normalised = _Normaliser(schema, path, strict, strings).run()
     except RecursionError:
         raise fault(path, "its references go round in a circle") from None
     except (ValueError, OverflowError):
@@ -90,10 +93,13 @@ def ebnf_grammar(text: str, *, path: str = "guided_grammar") -> Grammar:
 class _Normaliser:
     """Rewrites one schema."""
 
-    def __init__(self, root: Mapping[str, Any], path: str, strict: bool) -> None:
+    def __init__(self, root: Mapping[str, Any], path: str, strict: bool, strings: Strings) -> None:
         self._root = root
         self._path = path
         self._strict = strict
+        outermost = root.get("properties") if isinstance(root, Mapping) else None  # neither need be valid
+        names = outermost if isinstance(outermost, Mapping) else ()
+        self._strings: dict[str, Strings] = {f"{path}.properties.{name}": strings for name in names}
         self._names: dict[str, str] = {}  # of the result's definitions, by the pointers of the schema's `$ref`s
         self._definitions: dict[str, Any] = {}  # of the result, by name
         self._exclusive: list[tuple[list[Any], str]] = []  # branches of each `oneOf`, and its path
@@ -250,7 +256,8 @@ class _Normaliser:
         if others := [name for name in rest if name != main and (name, rest[name]) != ("minLength", 0)]:
             raise fault(f"{path}.{others[0]}", f"cannot be enforced beside {main}", "unsupported_schema")
         if main == "pattern":
-            return {main: check_pattern(rest[main], f"{path}.{main}", in_json=True)}
+            strings = self._strings.get(path, "plain")
+            return {main: check_pattern(rest[main], f"{path}.{main}", in_json=True, strings=strings)}
         name = rest[main]
         if name in _FORMAT_PATTERNS:
             return {"pattern": _FORMAT_PATTERNS[name]}

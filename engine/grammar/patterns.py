@@ -6,9 +6,13 @@ import json
 import re
 import sys
 from collections.abc import Iterable
+from typing import Literal
 
 from ...schemas.errors import InvalidRequest
 
+# How the strings of a document in JSON are written: in quotes, where sets of characters do without those that JSON
+# escapes, or with their escapes; or without quotes and escapes.
+Strings = Literal["plain", "escaped", "raw"]
 _MAX_REPEATS = 128  # of one part of a pattern within JSON; xgrammar fails above
 _ESCAPED = r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]+\}|.)"
 _TOKENS = re.compile(
@@ -19,24 +23,34 @@ _SETS = frozenset(map("\\{}".format, "dDwWsS"))
 _CLASS = re.compile(r"\[\^?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _MAX_NAMES = 250_000  # sum of the squares of their lengths, to which the length of `key_pattern` is proportional
 _ESCAPED_IN_JSON = r'\x00-\x1f"\\'  # in a class: what a JSON string has to escape
+# What JSON escapes that texts have, as patterns of its escapes.
+_ESCAPABLE = {character: re.escape(json.dumps(character)[1:-1]) for character in '"\\\b\f\n\r\t'}
+_SETS_IN_JSON = {  # without what JSON escapes
+    ".": f"[^{_ESCAPED_IN_JSON}]",
+    r"\s": " ",
+    r"\S": rf"[^ {_ESCAPED_IN_JSON}]",
+    r"\W": rf"[^A-Za-z0-9_{_ESCAPED_IN_JSON}]",
+    r"\D": rf"[^0-9{_ESCAPED_IN_JSON}]",
+}
 _ASCII = "".join(map(chr, range(128)))
 _CONTROL = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
 _ESCAPES = frozenset("dDwWsSxu") | _CONTROL.keys()  # of letters and digits; any other character stands for itself
 
 
-def check_pattern(pattern: str, path: str, *, in_json: bool = False) -> str:
-    """The pattern as xgrammar needs it; with `in_json`, for the text between the quotes of a JSON string.
+def check_pattern(pattern: str, path: str, *, in_json: bool = False, strings: Strings = "plain") -> str:
+    """The pattern as xgrammar needs it; with `in_json`, for a string of that kind in a document in JSON.
 
     Raises `InvalidRequest` with `path` as its `param`.
     """
     try:
-        return _checked(pattern, path, in_json)
+        return _checked(pattern, path, in_json, strings)
     except (ValueError, OverflowError):
         message = f"{path}: a number in it is too large."
         raise InvalidRequest(message, code="invalid_grammar", param=path) from None
 
 
-def _checked(pattern: str, path: str, in_json: bool) -> str:
+def _checked(pattern: str, path: str, in_json: bool, strings: Strings) -> str:
+    is_quoted, is_escaped = in_json and strings != "raw", strings == "escaped"
     tokens = _TOKENS.findall(pattern)
     parts = []
     for index, token in enumerate(tokens):
@@ -52,7 +66,7 @@ def _checked(pattern: str, path: str, in_json: bool) -> str:
         elif token.startswith("\\u{") and int(token[3:-1], 16) > sys.maxunicode:
             fault = f"{token} is no character; the last one is \\u{{10ffff}}"
         elif token.startswith("["):
-            fault = _class_fault(token, in_json) if _CLASS.fullmatch(token) else "a class is not closed"
+            fault = _class_fault(token, is_quoted, is_escaped) if _CLASS.fullmatch(token) else "a class is not closed"
         elif in_json and re.match(r"\{\d", token) and max(map(int, re.findall(r"\d+", token))) > _MAX_REPEATS:
             fault = f"nothing can be repeated more than {_MAX_REPEATS} times"
         if fault:
@@ -61,7 +75,7 @@ def _checked(pattern: str, path: str, in_json: bool) -> str:
             # Where an optional group ends in a repetition, xgrammar makes only the beginning of the group optional.
             parts.append("" if re.match(r"[*+?]|\{\d", tokens[index - 1]) else "{0,1}")
         else:
-            parts.append(_literal(token) if in_json else token)
+            parts.append(_written(token, strings) if in_json else token)
     if fault := _structure_fault(tokens):
         raise InvalidRequest(f"{path}: {fault}.", code="invalid_grammar", param=path)
     return "".join(parts)
@@ -127,7 +141,7 @@ def _escape(text: str) -> str:
     return "".join(map(_literal, map(re.escape, text)))
 
 
-def _class_fault(token: str, in_json: bool) -> str | None:
+def _class_fault(token: str, in_json: bool, is_escaped: bool) -> str | None:
     inside = token[1:-1].removeprefix("^")
     if not inside:
         return "an empty class is not supported"
@@ -143,7 +157,8 @@ def _class_fault(token: str, in_json: bool) -> str | None:
         except re.error as error:
             return f"{token}: {error}"
         escaped = [character for character in found if json.dumps(character) != f'"{character}"']
-        if escaped and (len(escaped) == len(found) or not token.isascii() or re.search(r"\\[xu]", token)):
+        only = len(escaped) == len(found) and not (is_escaped and _ESCAPABLE.keys() >= {*escaped})
+        if escaped and (only or not token.isascii() or re.search(r"\\[xu]", token)):
             return f"quotes, backslashes and control characters cannot be in the class {token}"
     return None
 
@@ -178,6 +193,26 @@ def _in_json(token: str) -> str:
         return token.replace("\\s", " ")
     rest = token[2:]
     return f"[^{_ESCAPED_IN_JSON}{chr(92) if rest.startswith('-') else ''}{rest}"
+
+
+def _written(token: str, strings: Strings) -> str:
+    """What a part of a pattern matches, as a string of that kind has it."""
+    if strings == "raw":
+        return r"[^\n]" if token == "." else token
+    if strings == "plain" or not (token == "." or token in _SETS or (token.startswith("[") and len(token) > 1)):
+        return _literal(token)
+    plain = re.compile(re.sub(r"\\u\{0*(\w+)\}", _unicode, token), re.ASCII)
+    escapes = "|".join(written for character, written in _ESCAPABLE.items() if plain.fullmatch(character))
+    if not escapes or not any(plain.fullmatch(character) for character in _ASCII if character not in _ESCAPABLE):
+        return f"(?:{escapes})" if escapes else _literal(token)
+    return f"(?:{_SETS_IN_JSON.get(token) or _within_quotes(token)}|{escapes})"
+
+
+def _within_quotes(token: str) -> str:
+    """A class without what JSON has to escape."""
+    if token.startswith("[^"):
+        return _in_json(token)
+    return f"[{''.join(re.escape(one) for one in _ASCII[32:] if one not in _ESCAPABLE and re.fullmatch(token, one))}]"
 
 
 def _unicode(found: re.Match[str]) -> str:

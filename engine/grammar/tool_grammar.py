@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from ...schemas.errors import InvalidRequest
@@ -20,6 +21,11 @@ Format = dict[str, Any]
 MAX_WHITESPACE = 2  # characters in a row: without a limit a small model pads its JSON forever
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _ANY_TEXT: Format = {"type": "any_text"}
+_INPUTS = {  # what stands around the string of a custom tool, by the layout's style
+    "json": ('{"input": "', '"}'),
+    "python": ('input="', '"'),
+    "qwen_xml": ("<parameter=input>\n", "\n</parameter>"),
+}
 
 
 def answer_grammar(
@@ -30,12 +36,14 @@ def answer_grammar(
     parallel: bool,
     schemas: Mapping[str, Mapping[str, Any]],
     response: Grammar | None,
+    inputs: Mapping[str, str] = MappingProxyType({}),
 ) -> Grammar | None:
     """The grammar of an answer, which may begin with reasoning; None where nothing is constrained.
 
     `tool_choice` is "auto" (any text, but only well-formed calls of `form.tools`; or `response`, if given), "required"
     (calls and nothing else), "named" (one call of the tool `named`) or "none". Without `parallel` there is at most one
-    call. Arguments follow the tool's schema in `schemas`; without one they are any JSON object.
+    call. Arguments follow the tool's schema in `schemas`; without one they are any JSON object. Those of a tool in
+    `inputs` are one string, `input`, and its pattern is of what the format writes, between quotes if there are some.
     Raises `InvalidRequest` where a call is required of a model that has no format for calls.
     """
     must = tool_choice in ("required", "named")
@@ -49,7 +57,7 @@ def answer_grammar(
     if not names and (response is None or (form.reasoning_format is None and not is_harmony)):
         return response
     several = parallel and not named
-    calls = [_section(tools.layout, names, schemas, several)] if tools and names else []
+    calls = [_section(tools.layout, names, schemas, inputs, several)] if tools and names else []
     said = [_embedded(response)] if response and not must else []
     if is_harmony:
         answer = _harmony(form, calls, said, must)
@@ -90,12 +98,22 @@ def _free(tools: ToolFormat, names: list[str], section: Format, several: bool) -
     return _sequence([_star(called), text]) if several else _one_of([text, called])
 
 
-def _section(layout: Layout, names: list[str], schemas: Mapping[str, Mapping[str, Any]], several: bool) -> Format:
+def _section(
+    layout: Layout,
+    names: list[str],
+    schemas: Mapping[str, Mapping[str, Any]],
+    inputs: Mapping[str, str],
+    several: bool,
+) -> Format:
     """Calls and nothing else."""
     tags = []
     for name in names:
         schema = _ANY_OBJECT | dict(schemas.get(name, ()))
-        arguments = _keywords(schema) if layout.style == "python" else _json(schema, layout.style)
+        if name in inputs:
+            begin, end = _INPUTS[layout.style]
+            arguments = _sequence([_const(begin), {"type": "regex", "pattern": inputs[name]}, _const(end)])
+        else:
+            arguments = _keywords(schema) if layout.style == "python" else _json(schema, layout.style)
         tags.append(_enclosed(f"{layout.open}{name}{layout.middle}", arguments, layout.close))
     some = {"separator": layout.separator, "at_least_one": True, "stop_after_first": not several}
     calls = {"type": "tags_with_separator", "tags": tags} | some

@@ -19,11 +19,13 @@ from ...schemas.openai.completions import ChatRequest, CompletionRequest, genera
 from ...schemas.openai.embeddings import EmbeddingRequest
 from ...schemas.params import MAX_CHOICES, GenerationParams, Grammar
 from ..grammar.json_schema import json_schema_grammar
+from ..grammar.patterns import Strings, check_pattern
 from ..grammar.tool_grammar import answer_grammar
 from ..request import check_ids, check_scores
 from ..text.forms import choose_form, ends_in_thought, markers
 from ..text.tokenizer import EmbeddingTokenizer, Tokenizer, load_tokenizer
 from ..text.tokenizer_port import TokenizerLike, encode_within
+from ..text.tool_formats import TOOL_FORMATS
 from ..vision.chat import NOTHING, Fetched
 from ..vision.images import PromptImage
 from ..vision.reading import ANY, ImageLimits
@@ -138,7 +140,8 @@ class Preparer:
                         tool_choice=choice,
                         named=named,
                         parallel=request.parallel_tool_calls is not False,
-                        schemas=_schemas(tools, named),
+                        schemas=_schemas(tools, named, form.tool_format),
+                        inputs=_inputs(tools, form.tool_format),
                         response=grammar,
                     )
                 param = param or "tools"
@@ -280,21 +283,24 @@ def _tools(request: ChatRequest) -> tuple[Sequence[Tool], Choice, str | None]:
     return tools, "required" if choice == "required" else "auto", None
 
 
-def _schemas(tools: Sequence[Tool], named: str | None) -> dict[str, dict[str, Any]]:
-    """The schemas that the grammar enforces on arguments, of the tool `named` alone if there is one; of those that are
-    not strict only ones of which all can be enforced, and as many as are short enough together, the shortest first.
+def _schemas(tools: Sequence[Tool], named: str | None, format: str | None) -> dict[str, dict[str, Any]]:
+    """The schemas that the grammar of the tool format enforces on arguments, of the tool `named` alone if there is one;
+    of those that are not strict only ones of which all can be enforced, and as many as are short enough together, the
+    shortest first.
 
     Raises `InvalidRequest` for an invalid schema, and for a strict one that cannot be enforced.
     """
+    strings = _strings_of(format)
     schemas: dict[str, dict[str, Any]] = {}
     free: dict[str, int] = {}  # the lengths of those that are not strict
     for index, tool in enumerate(tools):
         function = tool.function
-        if function.parameters is None:
+        if function.parameters is None or (isinstance(tool, CustomTool) and tool.pattern is not None):
             continue
-        path = f"tools[{index}].{'custom.format' if isinstance(tool, CustomTool) else 'function.parameters'}"
+        path = f"tools[{index}].function.parameters"
         try:
-            text = json_schema_grammar(function.parameters, path=path, strict=bool(function.strict)).text
+            strict = bool(function.strict)
+            text = json_schema_grammar(function.parameters, path=path, strict=strict, strings=strings).text
         except InvalidRequest as error:
             if function.strict or error.code != "unsupported_schema":
                 raise
@@ -310,3 +316,21 @@ def _schemas(tools: Sequence[Tool], named: str | None) -> dict[str, dict[str, An
         if left < 0:
             del schemas[name]
     return schemas
+
+
+def _inputs(tools: Sequence[Tool], format: str | None) -> dict[str, str]:
+    """What the texts for custom tools have to match, as the tool format writes them, by the tools' names.
+
+    Raises `InvalidRequest` for a pattern that cannot be enforced.
+    """
+    strings: Strings = "raw" if _strings_of(format) == "raw" else "escaped"
+    return {
+        tool.custom.name: check_pattern(tool.pattern, f"tools[{index}].custom.format", in_json=True, strings=strings)
+        for index, tool in enumerate(tools)
+        if isinstance(tool, CustomTool) and tool.pattern is not None
+    }
+
+
+def _strings_of(format: str | None) -> Strings:
+    """How a tool format writes the strings among a call's arguments."""
+    return "raw" if format in TOOL_FORMATS and TOOL_FORMATS[format].layout.style == "qwen_xml" else "plain"

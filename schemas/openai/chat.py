@@ -13,7 +13,7 @@ from pydantic_core import CoreSchema
 from ..base import Strict, ToolName
 from ..bounds import bounded
 from ..errors import InvalidRequest
-from .custom_tools import arguments_of, parameters_of
+from .custom_tools import arguments_of
 from .lark_patterns import lark_pattern
 
 MOST_MESSAGES = 10_000
@@ -223,6 +223,20 @@ class CustomTool(OpenBody):
     custom: Custom
 
     @property
+    def pattern(self) -> str | None:
+        """What the whole text has to match. Raises `InvalidRequest` for a grammar that cannot be used."""
+        grammar = self.custom.format.grammar if self.custom.format else None
+        if grammar is None:
+            return None
+        if grammar.syntax == "regex":
+            return grammar.definition
+        try:
+            return lark_pattern(grammar.definition)
+        except ValueError as error:
+            fault = f"tools: the grammar of {self.custom.name!r} cannot be used: {error}."
+            raise InvalidRequest(fault, code="invalid_grammar", param="tools") from None
+
+    @property
     def is_in_lark(self) -> bool:
         format = self.custom.format
         return format is not None and format.grammar is not None and format.grammar.syntax == "lark"
@@ -230,22 +244,16 @@ class CustomTool(OpenBody):
     @property
     def function(self) -> Function:
         """What the model sees."""
-        format = self.custom.format
-        return custom_function(self.custom.name, self.custom.description, format.grammar if format else None)
-
-
-def custom_function(name: str, description: str | None, grammar: InputGrammar | None) -> Function:
-    """The function that stands for a custom tool. Raises `InvalidRequest` for a grammar that cannot be used."""
-    if grammar is None:
-        return Function(name=name, description=description, parameters=parameters_of(None))
-    pattern = grammar.definition
-    if grammar.syntax == "lark":
-        try:
-            pattern = lark_pattern(grammar.definition)
-        except ValueError as error:
-            fault = f"tools: the grammar of {name!r} cannot be used: {error}."
-            raise InvalidRequest(fault, code="invalid_grammar", param="tools") from None
-    return Function(name=name, description=description, parameters=parameters_of(pattern), strict=True)
+        return Function(
+            name=self.custom.name,
+            description=self.custom.description,
+            parameters={
+                "type": "object",
+                "properties": {"input": {"type": "string"}},
+                "required": ["input"],
+                "additionalProperties": False,
+            },
+        )
 
 
 def _tool_kind(value: object) -> str:

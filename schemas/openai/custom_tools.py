@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import orjson
 
@@ -18,12 +17,6 @@ _is_surrogate = re.compile(r"\\u[dD][89a-fA-F]").match
 _may_follow = re.compile(r"(\\(u([dD]([c-fC-F][0-9a-fA-F]?)?)?)?)?$").match  # whether the rest of a pair may come
 _LENGTH_OF_UNIT = len(r"\u0000")
 _ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
-
-
-def parameters_of(pattern: str | None) -> dict[str, Any]:
-    """The JSON Schema of a custom tool's arguments; the whole input matches `pattern`, if there is one."""
-    text: dict[str, Any] = {"type": "string"} if pattern is None else {"type": "string", "pattern": f"^(?:{pattern})$"}
-    return {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
 
 
 def arguments_of(text: str) -> str:

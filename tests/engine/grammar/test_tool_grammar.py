@@ -12,6 +12,7 @@ import pytest
 from tool_texts import RECORDED, TOOLS, Call, form, written
 from xgrammar import CompiledGrammar, GrammarCompiler, GrammarMatcher, TokenizerInfo, VocabType
 
+from penstock.engine.grammar.patterns import check_pattern
 from penstock.engine.grammar.tool_grammar import answer_grammar
 from penstock.engine.text.output_parser import OutputParser
 from penstock.engine.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
@@ -270,3 +271,37 @@ def _walk(tag: CompiledGrammar, chance: random.Random) -> tuple[str, bool]:
             return text.decode(), True
         text += _VOCABULARY[token]
     return text.decode(errors="ignore"), False
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        (r"[01][0-9]:[0-5][0-9]", ["07:30"], ["7:30", "07:30\n", ""]),
+        (r"(run|stop) \"[a-z]+\"\n\t?x", ['run "a"\n\tx', 'stop "b"\nx'], ['run "a"', "run a\nx"]),
+        (r".*", ["", 'say "é" \\ {}\t<b>'], ["two\nlines"]),
+        (r"(?:[+-].*\n)+x", ['+print("\\n")\n-\t東京\nx'], ["print()\nx"]),
+        (r"^[^,]+,[\s\S]*$", ["a\n,", '"\\",\n\t"x"'], [",a", "a"]),
+        (r"[\"'a\\]{2}\S\s\D\W", ['"\\"\n\t\'', "'a! x-"], ['ab\n""x', "''a\n11"]),
+    ],
+)
+def test_the_text_for_a_custom_tool_matches_its_pattern_whatever_it_is_written_in(
+    name: str, pattern: str, good: list[str], bad: list[str]
+) -> None:
+    layout = TOOL_FORMATS[name].layout
+    schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    tools = Form(tool_format=name, tools={"run": schema, "other": {}})
+    strings: Any = "raw" if layout.style == "qwen_xml" else "escaped"
+    inputs = {"run": check_pattern(pattern, "here", in_json=True, strings=strings)}
+    for choice in ("required", "auto"):
+        made = answer_grammar(
+            tools, tool_choice=choice, named=None, parallel=True, schemas={}, response=None, inputs=inputs
+        )
+
+        def whole(text: str) -> str:
+            return written(layout, [("run", {"input": text})], lambda value: json.dumps(value, ensure_ascii=False))
+
+        assert [text for text in good if not allows(made, whole(text))] == []
+        assert [text for text in bad if allows(made, whole(text))] == []
+        assert [calls_of(tools, whole(text)) for text in good] == [([("run", {"input": text})], "") for text in good]
+        assert allows(made, written(layout, [("other", {"input": "anything"})], json.dumps)), "others are as they were"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -88,6 +89,24 @@ def test_marks_that_are_special_tokens_are_to_be_seen(tiny_model: Path, tmp_path
     assert isinstance(request, ChatRequest)
     prepared = Preparer(tokenizer).prepare(request, context_length=1000, name="m", seed=1)
     assert prepared.params.visible_token_ids == (tokenizer.vocabulary["<tool_call>"],)
+
+
+@pytest.mark.parametrize("format", ["hermes", "qwen3_coder"])
+def test_a_pattern_is_of_what_the_format_writes(tokenizers: dict[str, Tokenizer], format: str) -> None:
+    """Qwen's XML has strings without quotes and escapes."""
+    pattern = r'a\n"b'
+    properties = {"text": {"type": "string", "pattern": f"^{pattern}$"}}
+    parameters = {"type": "object", "properties": properties, "required": ["text"], "additionalProperties": False}
+    function = {"name": "add", "parameters": parameters, "strict": True}
+    custom = {"name": "run", "format": {"type": "grammar", "grammar": {"syntax": "regex", "definition": pattern}}}
+    for tool in ({"type": "function", "function": function}, {"type": "custom", "custom": custom}):
+        body = {"model": "m", "messages": [USER], "tools": [tool], "tool_choice": "required"}
+        request = parse_request("/v1/chat/completions", body)
+        assert isinstance(request, ChatRequest)
+        preparer = Preparer(tokenizers["hermes"], tool_format=format)
+        grammar = preparer.prepare(request, context_length=1000, name="m", seed=1).params.grammar
+        assert grammar is not None
+        assert (json.dumps(pattern)[1:-1] in grammar.text) == (format == "qwen3_coder"), grammar.text
 
 
 def test_a_tool_is_held_to_its_schema_where_all_of_it_can_be(prepare: Prepare) -> None:

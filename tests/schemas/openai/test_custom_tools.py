@@ -225,7 +225,7 @@ def test_a_grammar_that_cannot_be_used_is_refused_with_the_reason(grammar: str, 
     custom = {"name": "run", "format": {"type": "grammar", "grammar": {"syntax": "lark", "definition": grammar}}}
     tool = CustomTool.model_validate({"type": "custom", "custom": custom})
     with pytest.raises(InvalidRequest, match="tools: the grammar of 'run' cannot be used"):
-        _ = tool.function
+        _ = tool.pattern
 
 
 @pytest.mark.parametrize(
