@@ -32,6 +32,7 @@ _SETS_IN_JSON = {  # without what JSON escapes
     r"\W": rf"[^A-Za-z0-9_{_ESCAPED_IN_JSON}]",
     r"\D": rf"[^0-9{_ESCAPED_IN_JSON}]",
 }
+_BEYOND_ASCII = "\x80-\U0010ffff"  # in a class
 _ASCII = "".join(map(chr, range(128)))
 _CONTROL = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
 _ESCAPES = frozenset("dDwWsSxu") | _CONTROL.keys()  # of letters and digits; any other character stands for itself
@@ -47,6 +48,8 @@ def check_pattern(pattern: str, path: str, *, in_json: bool = False, strings: St
     except (ValueError, OverflowError):
         message = f"{path}: a number in it is too large."
         raise InvalidRequest(message, code="invalid_grammar", param=path) from None
+    except re.error as error:
+        raise InvalidRequest(f"{path}: {error}.", code="invalid_grammar", param=path) from None
 
 
 def _checked(pattern: str, path: str, in_json: bool, strings: Strings) -> str:
@@ -212,7 +215,8 @@ def _within_quotes(token: str) -> str:
     """A class without what JSON has to escape."""
     if token.startswith("[^"):
         return _in_json(token)
-    return f"[{''.join(re.escape(one) for one in _ASCII[32:] if one not in _ESCAPABLE and re.fullmatch(token, one))}]"
+    found = "".join(re.escape(one) for one in _ASCII[32:] if one not in _ESCAPABLE and re.fullmatch(token, one))
+    return f"[{found}{_BEYOND_ASCII if re.fullmatch(token, _BEYOND_ASCII[0], re.ASCII) else ''}]"
 
 
 def _unicode(found: re.Match[str]) -> str:

@@ -281,7 +281,7 @@ def _walk(tag: CompiledGrammar, chance: random.Random) -> tuple[str, bool]:
         (r"(run|stop) \"[a-z]+\"\n\t?x", ['run "a"\n\tx', 'stop "b"\nx'], ['run "a"', "run a\nx"]),
         (r".*", ["", 'say "é" \\ {}\t<b>'], ["two\nlines"]),
         (r"(?:[+-].*\n)+x", ['+print("\\n")\n-\t東京\nx'], ["print()\nx"]),
-        (r"^[^,]+,[\s\S]*$", ["a\n,", '"\\",\n\t"x"'], [",a", "a"]),
+        (r"^[^,]+,[\s\S]*$", ["a\n,", '"\\",\n\t"é東"'], [",a", "a"]),
         (r"[\"'a\\]{2}\S\s\D\W", ['"\\"\n\t\'', "'a! x-"], ['ab\n""x', "''a\n11"]),
     ],
 )
@@ -305,3 +305,10 @@ def test_the_text_for_a_custom_tool_matches_its_pattern_whatever_it_is_written_i
         assert [text for text in bad if allows(made, whole(text))] == []
         assert [calls_of(tools, whole(text)) for text in good] == [([("run", {"input": text})], "") for text in good]
         assert allows(made, written(layout, [("other", {"input": "anything"})], json.dumps)), "others are as they were"
+
+
+@pytest.mark.parametrize("pattern", [r"[^\x4]", r"[^\u12]", r"[^\d-z]", r"[^\u{110000}]", '["é]', "a(", "(?=x)"])
+def test_a_custom_tools_pattern_that_cannot_be_enforced_is_refused(pattern: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^here: ") as caught:
+        check_pattern(pattern, "here", in_json=True, strings="escaped")
+    assert (caught.value.param, caught.value.code) == ("here", "invalid_grammar")
