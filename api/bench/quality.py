@@ -76,10 +76,9 @@ def bench_quality(
         raise StartupError(f"--length {length}: the context of {given.model} has {context} tokens; set no more")
     chunks = read_chunks(text or BUNDLED_TEXT, "--text", given.model, length)
     prepare_process(given.threads or worker_threads(directory, given.workers))
+    # Only now: these import torch, which `prepare_process` comes before.
     from ...engine.paged.quantization.quantize import METHODS
-    from ...engine.planning.device import (
-        resolve_device,  # only now: it imports torch, which `prepare_process` comes before
-    )
+    from ...engine.planning.device import resolve_device
 
     shared = {name: getattr(given, name) for name in EngineConfig.model_fields.keys() & Settings.model_fields.keys()}
     base = EngineConfig(**shared | {"model": given.model, "quantization": None, "max_sequence_length": length})

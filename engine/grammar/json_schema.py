@@ -257,7 +257,7 @@ class _Normaliser:
             raise fault(f"{path}.{others[0]}", f"cannot be enforced beside {main}", "unsupported_schema")
         if main == "pattern":
             strings = self._strings.get(path, "plain")
-            return {main: check_pattern(rest[main], f"{path}.{main}", in_json=True, strings=strings)}
+            return {main: check_pattern(rest[main], f"{path}.{main}", strings=strings)}
         name = rest[main]
         if name in _FORMAT_PATTERNS:
             return {"pattern": _FORMAT_PATTERNS[name]}
@@ -326,7 +326,7 @@ class _Normaliser:
                 raise fault(by_name[0], "only one pattern alone can be enforced", "unsupported_schema")
             ((pattern, value),) = rest["patternProperties"].items()
             where = f"{by_name[0]}.{pattern}"
-            node["patternProperties"] = {check_pattern(pattern, where, in_json=True): self._node(value, where)}
+            node["patternProperties"] = {check_pattern(pattern, where, strings="plain"): self._node(value, where)}
             return node | {"additionalProperties": False}
         declared = {name: value for name, value in properties.items() if value is not False}
         if not properties:

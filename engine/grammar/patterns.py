@@ -25,26 +25,19 @@ _MAX_NAMES = 250_000  # sum of the squares of their lengths, to which the length
 _ESCAPED_IN_JSON = r'\x00-\x1f"\\'  # in a class: what a JSON string has to escape
 # What JSON escapes that texts have, as patterns of its escapes.
 _ESCAPABLE = {character: re.escape(json.dumps(character)[1:-1]) for character in '"\\\b\f\n\r\t'}
-_SETS_IN_JSON = {  # without what JSON escapes
-    ".": f"[^{_ESCAPED_IN_JSON}]",
-    r"\s": " ",
-    r"\S": rf"[^ {_ESCAPED_IN_JSON}]",
-    r"\W": rf"[^A-Za-z0-9_{_ESCAPED_IN_JSON}]",
-    r"\D": rf"[^0-9{_ESCAPED_IN_JSON}]",
-}
 _BEYOND_ASCII = "\x80-\U0010ffff"  # in a class
 _ASCII = "".join(map(chr, range(128)))
 _CONTROL = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
 _ESCAPES = frozenset("dDwWsSxu") | _CONTROL.keys()  # of letters and digits; any other character stands for itself
 
 
-def check_pattern(pattern: str, path: str, *, in_json: bool = False, strings: Strings = "plain") -> str:
-    """The pattern as xgrammar needs it; with `in_json`, for a string of that kind in a document in JSON.
+def check_pattern(pattern: str, path: str, *, strings: Strings | None = None) -> str:
+    """The pattern as xgrammar needs it, of a whole text, or of the `strings` in a document in JSON.
 
     Raises `InvalidRequest` with `path` as its `param`.
     """
     try:
-        return _checked(pattern, path, in_json, strings)
+        return _checked(pattern, path, strings)
     except (ValueError, OverflowError):
         message = f"{path}: a number in it is too large."
         raise InvalidRequest(message, code="invalid_grammar", param=path) from None
@@ -52,8 +45,7 @@ def check_pattern(pattern: str, path: str, *, in_json: bool = False, strings: St
         raise InvalidRequest(f"{path}: {error}.", code="invalid_grammar", param=path) from None
 
 
-def _checked(pattern: str, path: str, in_json: bool, strings: Strings) -> str:
-    is_quoted, is_escaped = in_json and strings != "raw", strings == "escaped"
+def _checked(pattern: str, path: str, strings: Strings | None) -> str:
     tokens = _TOKENS.findall(pattern)
     parts = []
     for index, token in enumerate(tokens):
@@ -69,16 +61,16 @@ def _checked(pattern: str, path: str, in_json: bool, strings: Strings) -> str:
         elif token.startswith("\\u{") and int(token[3:-1], 16) > sys.maxunicode:
             fault = f"{token} is no character; the last one is \\u{{10ffff}}"
         elif token.startswith("["):
-            fault = _class_fault(token, is_quoted, is_escaped) if _CLASS.fullmatch(token) else "a class is not closed"
-        elif in_json and re.match(r"\{\d", token) and max(map(int, re.findall(r"\d+", token))) > _MAX_REPEATS:
+            fault = _class_fault(token, strings) if _CLASS.fullmatch(token) else "a class is not closed"
+        elif strings and re.match(r"\{\d", token) and max(map(int, re.findall(r"\d+", token))) > _MAX_REPEATS:
             fault = f"nothing can be repeated more than {_MAX_REPEATS} times"
         if fault:
             raise InvalidRequest(f"{path}: {fault}.", code="invalid_grammar", param=path)
-        if in_json and token == "?" and index and tokens[index - 1] != "(":
+        if strings and token == "?" and index and tokens[index - 1] != "(":
             # Where an optional group ends in a repetition, xgrammar makes only the beginning of the group optional.
             parts.append("" if re.match(r"[*+?]|\{\d", tokens[index - 1]) else "{0,1}")
         else:
-            parts.append(_written(token, strings) if in_json else token)
+            parts.append(_written(token, strings) if strings else token)
     if fault := _structure_fault(tokens):
         raise InvalidRequest(f"{path}: {fault}.", code="invalid_grammar", param=path)
     return "".join(parts)
@@ -144,7 +136,7 @@ def _escape(text: str) -> str:
     return "".join(map(_literal, map(re.escape, text)))
 
 
-def _class_fault(token: str, in_json: bool, is_escaped: bool) -> str | None:
+def _class_fault(token: str, strings: Strings | None) -> str | None:
     inside = token[1:-1].removeprefix("^")
     if not inside:
         return "an empty class is not supported"
@@ -153,14 +145,14 @@ def _class_fault(token: str, in_json: bool, is_escaped: bool) -> str | None:
         return f"\\{unknown[0]} is not supported"
     if fault := _range_fault(inside):
         return fault
-    if in_json and not token.startswith("[^"):
+    if strings in ("plain", "escaped") and not token.startswith("[^"):
         # xgrammar excludes what JSON has to escape only from classes that have other characters, all ASCII.
         try:
             found = re.findall(re.sub(r"\\u\{0*(\w+)\}", _unicode, _in_json(token)), _ASCII, re.ASCII)
         except re.error as error:
             return f"{token}: {error}"
         escaped = [character for character in found if json.dumps(character) != f'"{character}"']
-        only = len(escaped) == len(found) and not (is_escaped and _ESCAPABLE.keys() >= {*escaped})
+        only = len(escaped) == len(found) and not (strings == "escaped" and _ESCAPABLE.keys() >= {*escaped})
         if escaped and (only or not token.isascii() or re.search(r"\\[xu]", token)):
             return f"quotes, backslashes and control characters cannot be in the class {token}"
     return None
@@ -204,19 +196,16 @@ def _written(token: str, strings: Strings) -> str:
         return r"[^\n]" if token == "." else token
     if strings == "plain" or not (token == "." or token in _SETS or (token.startswith("[") and len(token) > 1)):
         return _literal(token)
-    plain = re.compile(re.sub(r"\\u\{0*(\w+)\}", _unicode, token), re.ASCII)
-    escapes = "|".join(written for character, written in _ESCAPABLE.items() if plain.fullmatch(character))
-    if not escapes or not any(plain.fullmatch(character) for character in _ASCII if character not in _ESCAPABLE):
-        return f"(?:{escapes})" if escapes else _literal(token)
-    return f"(?:{_SETS_IN_JSON.get(token) or _within_quotes(token)}|{escapes})"
-
-
-def _within_quotes(token: str) -> str:
-    """A class without what JSON has to escape."""
+    matches = re.compile(re.sub(r"\\u\{0*(\w+)\}", _unicode, token), re.ASCII).fullmatch
+    choices = [written for character, written in _ESCAPABLE.items() if matches(character)]
+    if not choices:
+        return _literal(token)
     if token.startswith("[^"):
-        return _in_json(token)
-    found = "".join(re.escape(one) for one in _ASCII[32:] if one not in _ESCAPABLE and re.fullmatch(token, one))
-    return f"[{found}{_BEYOND_ASCII if re.fullmatch(token, _BEYOND_ASCII[0], re.ASCII) else ''}]"
+        return f"(?:{'|'.join([_in_json(token), *choices])})"
+    found = [one for one in _ASCII[32:] if one not in _ESCAPABLE and matches(one)]
+    others = "".join(f"\\{one}" if one in "[]^-" else one for one in found)
+    others += _BEYOND_ASCII if matches(_BEYOND_ASCII[0]) else ""
+    return f"(?:{'|'.join([*([f'[{others}]'] if others else []), *choices])})"
 
 
 def _unicode(found: re.Match[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from ...schemas.errors import InvalidRequest
@@ -17,6 +16,10 @@ class _Form(NamedTuple):
     suffix: str
     middle: str | None
     suffix_first: bool = False
+
+    @property
+    def marks(self) -> list[str]:
+        return [mark for mark in (self.prefix, self.suffix, self.middle) if mark is not None]
 
 
 _FORMS = (
@@ -39,13 +42,10 @@ class Infill:
 
     def __init__(self, tokenizer: TokenizerLike) -> None:
         self._tokenizer = tokenizer
-        known: Mapping[str, int] = tokenizer.vocabulary
-        self._form = next(
-            (form for form in _FORMS if all(mark in known for mark in form[:3] if mark is not None)),
-            None,
-        )
-        marks = [mark for mark in self._form[:3] if mark is not None] if self._form else []
-        self.end_ids = tuple(known[name] for name in (*marks, *_ENDS) if name in known) if marks else ()
+        known = tokenizer.vocabulary
+        self._form = next((form for form in _FORMS if known.keys() >= {*form.marks}), None)
+        names = [*self._form.marks, *_ENDS] if self._form else []
+        self.end_ids = tuple(known[name] for name in names if name in known)
 
     def prompt(
         self, prefix: str | list[int], suffix: str, context_length: int, *, add_special_tokens: bool
@@ -70,13 +70,13 @@ class Infill:
 
     def _encode(self, text: str, context_length: int, param: str) -> list[int]:
         """The tokens of a text that does not begin the prompt."""
-        ids = encode_within(self._tokenizer, text, context_length, param, add_special_tokens=False)
-        if "\u2581" not in self._tokenizer.vocabulary:
-            return ids
-        # SentencePiece puts a space before a text, but not behind a character that it has no token for.
-        lead = self._tokenizer.encode("\u263a", add_special_tokens=False)
-        joined = self._tokenizer.encode(f"\u263a{text}", add_special_tokens=False)
-        return joined[len(lead) :] if joined[: len(lead)] == lead else ids
+        # SentencePiece puts a space before a text, so that it begins with a character that is taken away again.
+        before = "\u263a" if "\u2581" in self._tokenizer.vocabulary else ""
+        lead = self._tokenizer.encode(before, add_special_tokens=False)
+        ids = encode_within(self._tokenizer, before + text, context_length, param, add_special_tokens=False)
+        if ids[: len(lead)] == lead:
+            return ids[len(lead) :]
+        return self._tokenizer.encode(text, add_special_tokens=False)  # the character is part of a token
 
     def _beginning(self) -> list[int]:
         """The tokens that the model wants in front of any text."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from threading import Lock
 from typing import Any, Literal, NamedTuple
 
@@ -135,13 +135,14 @@ class Preparer:
                 ids, images = self._sight.encode(text, given, self.tokenizer, context_length)
                 prompts = [ids]
                 if form is not None:
+                    custom = _inputs(tools, form.tool_format)
                     grammar = answer_grammar(
                         form,
                         tool_choice=choice,
                         named=named,
                         parallel=request.parallel_tool_calls is not False,
-                        schemas=_schemas(tools, named, form.tool_format),
-                        inputs=_inputs(tools, form.tool_format),
+                        schemas=_schemas(tools, named, form.tool_format, custom),
+                        inputs=custom,
                         response=grammar,
                     )
                 param = param or "tools"
@@ -283,10 +284,12 @@ def _tools(request: ChatRequest) -> tuple[Sequence[Tool], Choice, str | None]:
     return tools, "required" if choice == "required" else "auto", None
 
 
-def _schemas(tools: Sequence[Tool], named: str | None, format: str | None) -> dict[str, dict[str, Any]]:
-    """The schemas that the grammar of the tool format enforces on arguments, of the tool `named` alone if there is one;
-    of those that are not strict only ones of which all can be enforced, and as many as are short enough together, the
-    shortest first.
+def _schemas(
+    tools: Sequence[Tool], named: str | None, format: str | None, inputs: Collection[str]
+) -> dict[str, dict[str, Any]]:
+    """The schemas that the grammar of the tool format enforces on arguments, but for tools in `inputs`, and of the tool
+    `named` alone if there is one; of those that are not strict only ones of which all can be enforced, and as many as
+    are short enough together, the shortest first.
 
     Raises `InvalidRequest` for an invalid schema, and for a strict one that cannot be enforced.
     """
@@ -295,7 +298,7 @@ def _schemas(tools: Sequence[Tool], named: str | None, format: str | None) -> di
     free: dict[str, int] = {}  # the lengths of those that are not strict
     for index, tool in enumerate(tools):
         function = tool.function
-        if function.parameters is None or (isinstance(tool, CustomTool) and tool.pattern is not None):
+        if function.parameters is None or function.name in inputs:
             continue
         path = f"tools[{index}].function.parameters"
         try:
@@ -325,9 +328,9 @@ def _inputs(tools: Sequence[Tool], format: str | None) -> dict[str, str]:
     """
     strings: Strings = "raw" if _strings_of(format) == "raw" else "escaped"
     return {
-        tool.custom.name: check_pattern(tool.pattern, f"tools[{index}].custom.format", in_json=True, strings=strings)
+        tool.custom.name: check_pattern(pattern, f"tools[{index}].custom.format", strings=strings)
         for index, tool in enumerate(tools)
-        if isinstance(tool, CustomTool) and tool.pattern is not None
+        if isinstance(tool, CustomTool) and (pattern := tool.pattern) is not None
     }
 
 

@@ -149,7 +149,7 @@ def _escaped(char: str) -> str:
 
 
 def _any_case(char: str) -> str:
-    cases = sorted({char.lower(), char.upper()})
+    cases = sorted({char, *(case for case in (char.lower(), char.upper()) if len(case) == 1)})  # "ß" has no other
     return f"[{''.join(map(_within_class, cases))}]" if len(cases) > 1 else _escaped(char)
 
 

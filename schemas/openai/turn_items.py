@@ -110,7 +110,7 @@ class TurnItems:
     def _say(self, kind: str, text: str, logprobs: tuple[dict[str, Any], ...] = ()) -> Iterator[Change]:
         if not text:
             return
-        if self._open is not None and self._open.keys() & {"arguments", "input"}:
+        if self._open is not None and ("arguments" in self._open or "input" in self._open):
             self._waiting.append((kind, text, logprobs))
             return
         if self._open is None or self._open["type"] != kind:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tool_texts import RECORDED, TOOLS, Call, form, written
 from xgrammar import CompiledGrammar, GrammarCompiler, GrammarMatcher, TokenizerInfo, VocabType
 
@@ -292,7 +295,7 @@ def test_the_text_for_a_custom_tool_matches_its_pattern_whatever_it_is_written_i
     schema = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
     tools = Form(tool_format=name, tools={"run": schema, "other": {}})
     strings: Any = "raw" if layout.style == "qwen_xml" else "escaped"
-    inputs = {"run": check_pattern(pattern, "here", in_json=True, strings=strings)}
+    inputs = {"run": check_pattern(pattern, "here", strings=strings)}
     for choice in ("required", "auto"):
         made = answer_grammar(
             tools, tool_choice=choice, named=None, parallel=True, schemas={}, response=None, inputs=inputs
@@ -310,5 +313,48 @@ def test_the_text_for_a_custom_tool_matches_its_pattern_whatever_it_is_written_i
 @pytest.mark.parametrize("pattern", [r"[^\x4]", r"[^\u12]", r"[^\d-z]", r"[^\u{110000}]", '["é]', "a(", "(?=x)"])
 def test_a_custom_tools_pattern_that_cannot_be_enforced_is_refused(pattern: str) -> None:
     with pytest.raises(InvalidRequest, match=r"^here: ") as caught:
-        check_pattern(pattern, "here", in_json=True, strings="escaped")
+        check_pattern(pattern, "here", strings="escaped")
     assert (caught.value.param, caught.value.code) == ("here", "invalid_grammar")
+
+
+SETS = [
+    ".",
+    r"\s",
+    r"\S",
+    r"\d",
+    r"\D",
+    r"\w",
+    r"\W",
+    '[ab"]',
+    r"[^\n]",
+    r'[^x"]',
+    r"[\s\S]",
+    r"[\\\t]",
+    "[é東]",
+    "[^é]",
+]
+SETS += ['"', r"\n", r"\\", "a", "é", r"\t", "[ -~]", r"[!-\]]"]
+patterns = st.recursive(
+    st.sampled_from(SETS),
+    lambda parts: (
+        st.builds("{}{}".format, parts, parts)
+        | st.builds("(?:{}|{})".format, parts, parts)
+        | st.builds("(?:{}){}".format, parts, st.sampled_from(["*", "+", "?", "{2}"]))
+    ),
+    max_leaves=5,
+)
+
+
+@given(patterns, st.sampled_from(FORMATS), st.lists(st.text('ab"\\\n\t é東x1', max_size=5), min_size=1, max_size=8))
+@settings(max_examples=60, deadline=None)
+def test_custom_tools_texts_are_those_that_python_finds_to_match(pattern: str, name: str, texts: list[str]) -> None:
+    layout = TOOL_FORMATS[name].layout
+    strings: Any = "raw" if layout.style == "qwen_xml" else "escaped"
+    inputs = {"run": check_pattern(pattern, "here", strings=strings)}
+    tools = Form(tool_format=name, tools={"run": {"type": "object"}})
+    made = answer_grammar(
+        tools, tool_choice="required", named=None, parallel=False, schemas={}, response=None, inputs=inputs
+    )
+    for text in texts:
+        whole = written(layout, [("run", {"input": text})], lambda value: json.dumps(value, ensure_ascii=False))
+        assert allows(made, whole) == bool(re.fullmatch(pattern, text, re.ASCII)), text
