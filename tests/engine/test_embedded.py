@@ -90,6 +90,30 @@ frees.wait()
     assert printed(script) == "abc\nfreed True\nover\n"
 
 
+def test_nothing_is_kept_for_the_end_of_the_interpreter_of_an_engine_that_is_closed_or_gone() -> None:
+    script = """
+import gc, weakref
+
+
+def seen():
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "penstock-engine"]
+    return weakref.ref(thread)
+
+
+for is_closed in (True, False):
+    engine = InferenceEngine(CONFIG, backend=EchoBackend(CONFIG))
+    thread = seen()
+    if is_closed:
+        engine.close()
+    del engine
+    if thread():
+        thread().join()
+    gc.collect()
+    print(thread())
+"""
+    assert printed(script) == "None\nNone\n"
+
+
 def test_the_end_of_the_interpreter_waits_until_dropped_keys_and_values_are_freed() -> None:
     """The thread that allocates their memory may be the last one that holds them."""
     script = """

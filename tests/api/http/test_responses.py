@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from penstock.api.http.answers import FOR_EVER
 from penstock.schemas.events import Accepted, Cancelled, Done, Event, Failed
 from penstock.schemas.jobs import Job
 from penstock.schemas.loops import Source, Step, ToolResult, is_response
+from penstock.schemas.openai.lark_patterns import lark_pattern
 from penstock.schemas.registry import ModelRefusal, StageCard
 from penstock.schemas.wire import codec
 from penstock.stages.tools.calls import UNKNOWN, Calls
@@ -129,6 +131,27 @@ def test_a_function_of_the_clients_ends_the_response_and_its_output_goes_on(offi
     assert shown.index("Weather?") < shown.index("Oslo") < shown.index("It snows.")
     error = office.refused(400, input=[output | {"call_id": "call_none"}], previous_response_id=made["id"])
     assert error["param"] == "input[0].call_id"
+
+
+def test_a_grammar_in_lark_is_written_beside_the_event_loop(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of a second is long for all who wait; one that cannot be used is refused all the same."""
+    threads: list[threading.Thread] = []
+
+    def noted(definition: str) -> str:
+        threads.append(threading.current_thread())
+        return lark_pattern(definition)
+
+    monkeypatch.setattr("penstock.schemas.openai.chat.lark_pattern", noted)
+    for definition in ('start: "Oslo"', 'start: "(" start ")"'):
+        grammar = {"type": "grammar", "syntax": "lark", "definition": definition}
+        tools = [{"type": "custom", "name": "weather", "format": grammar}]
+        if "(" not in definition:
+            made = office.create(call("weather", input="Oslo"), input="Go.", tools=tools, stream=True)
+            assert made["output"][0]["input"] == "Oslo"
+        else:
+            error = office.refused(400, input="Go.", tools=tools)
+            assert "start refers to itself" in error["message"]
+    assert threads and threading.main_thread() not in threads
 
 
 @pytest.mark.parametrize("kind", ["function", "custom"])
