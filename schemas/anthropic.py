@@ -17,9 +17,12 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from .anthropic_blocks import (
     Block,
+    DocumentBlock,
     ImageBlock,
     Marked,
     RedactedThinkingBlock,
+    Result,
+    SearchResultBlock,
     TextBlock,
     Texts,
     ThinkingBlock,
@@ -29,7 +32,8 @@ from .anthropic_blocks import (
 )
 from .errors import InvalidRequest
 from .jobs import Priority
-from .openai.chat import MOST_MESSAGES, Body, ModelName, OpenBody, Unsupported
+from .openai.body import Body, ModelName, OpenBody, Unsupported
+from .openai.chat import MOST_MESSAGES
 from .openai.result_images import ResultImages
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -149,8 +153,12 @@ class CountRequest(Body):
             yield "thinking.display"
         if self.output_config and self.output_config.task_budget:
             yield "output_config.task_budget"
-        if any(isinstance(block, RedactedThinkingBlock) for message in self.messages for block in message.content):
+        blocks = [block for message in self.messages for block in message.content]
+        if any(isinstance(block, RedactedThinkingBlock) for block in blocks):
             yield "messages[].content[redacted_thinking]"
+        cited = [block for block in blocks if isinstance(block, DocumentBlock | SearchResultBlock)]
+        if any(block.citations is not None and block.citations.enabled for block in cited):
+            yield "messages[].content[].citations"
         for tool in self.tools or ():
             if isinstance(tool, ServerTool):
                 yield f"tools[{tool.type}]"
@@ -223,6 +231,14 @@ def _chat_messages(system: list[TextBlock], messages: list[InputMessage]) -> lis
             match block, message.role:
                 case TextBlock(), role:
                     _add(chat, role, "content", block.text)
+                case SearchResultBlock(), "user":
+                    _add(chat, "user", "content", block.text)
+                case DocumentBlock(), "user":
+                    for piece in block.pieces:
+                        if piece["type"] == "text":
+                            _add(chat, "user", "content", piece["text"])
+                        else:
+                            _parts(_turn(chat, "user")).append(piece)
                 case ImageBlock(), "user":
                     _parts(_turn(chat, "user")).append(block.part)
                 case ThinkingBlock(), "assistant":
@@ -238,8 +254,7 @@ def _chat_messages(system: list[TextBlock], messages: list[InputMessage]) -> lis
                     if block.tool_use_id not in called:
                         fault = f"{param}: no tool_use before it has the id {block.tool_use_id!r}."
                         raise InvalidRequest(fault, param=param)
-                    pieces = [one.part if isinstance(one, ImageBlock) else one.text for one in block.content]
-                    text = images.text(pieces, "\n")
+                    text = images.text([piece for one in block.content for piece in _pieces(one)], "\n")
                     text = f"Error: {text}" if block.is_error else text  # a chat message has no field for errors
                     chat.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
                 case _:
@@ -251,8 +266,18 @@ def _chat_messages(system: list[TextBlock], messages: list[InputMessage]) -> lis
     return chat
 
 
+def _pieces(block: Result) -> list[str | dict[str, Any]]:
+    """What the result of a tool has of a block: texts, and images and documents as parts of a chat message."""
+    match block:
+        case ImageBlock():
+            return [block.part]
+        case DocumentBlock():
+            return [part["text"] if part["type"] == "text" else part for part in block.pieces]
+    return [block.text]
+
+
 def _show(chat: list[dict[str, Any]], images: ResultImages) -> None:
-    """Put the images of the results of tools behind these."""
+    """Put the images and documents of the results of tools behind these."""
     if parts := images.take():
         _parts(_turn(chat, "user")).extend(parts)
 
@@ -273,7 +298,10 @@ def _parts(turn: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _add(chat: list[dict[str, Any]], role: str, field: str, text: str) -> None:
     turn = _turn(chat, role)
-    if isinstance(turn.get(field), list):
-        turn[field].append({"type": "text", "text": text})
-        return
-    turn[field] = f"{turn[field]}\n{text}" if turn.get(field) else text
+    if isinstance(parts := turn.get(field), list):
+        if parts and parts[-1]["type"] == "text":
+            parts[-1]["text"] += f"\n{text}"
+        else:
+            parts.append({"type": "text", "text": text})
+    else:
+        turn[field] = f"{parts}\n{text}" if parts else text

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from .openai.chat import OpenBody
+from .openai.body import OpenBody
+from .openai.documents import document, search_result
 
 
 class Marked(OpenBody):
@@ -19,10 +20,21 @@ class TextBlock(Marked):
     citations: None = None
 
 
+def as_blocks(value: object) -> object:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+Texts = Annotated[list[TextBlock], BeforeValidator(as_blocks, json_schema_input_type=str | list[TextBlock])]
+
+
 class Base64Source(OpenBody):
     type: Literal["base64"]
     media_type: str
     data: str
+
+    @property
+    def data_url(self) -> str:
+        return f"data:{self.media_type};base64,{self.data}"
 
 
 class UrlSource(OpenBody):
@@ -45,8 +57,68 @@ class ImageBlock(Marked):
     def part(self) -> dict[str, Any]:
         """The image as a part of a chat message."""
         own = self.source
-        url = own.url if isinstance(own, UrlSource) else f"data:{own.media_type};base64,{own.data}"
+        url = own.url if isinstance(own, UrlSource) else own.data_url
         return {"type": "image_url", "image_url": {"url": url}}
+
+
+class TextSource(OpenBody):
+    type: Literal["text"]
+    media_type: Literal["text/plain"] = "text/plain"
+    data: str
+
+
+class ContentSource(OpenBody):
+    type: Literal["content"]
+    content: Texts
+
+
+class Citations(OpenBody):
+    """Without effect: an answer cites nothing."""
+
+    enabled: bool | None = None
+
+
+class DocumentBlock(Marked):
+    type: Literal["document"]
+    source: Annotated[
+        Annotated[Base64Source, Tag("<base64>")]
+        | Annotated[TextSource, Tag("<text>")]
+        | Annotated[ContentSource, Tag("<content>")],
+        Discriminator(
+            lambda source: f"<{source.get('type')}>" if isinstance(source, dict) else None,
+            custom_error_type="source_type",
+            custom_error_message="Input should be a source of type base64, text or content; documents are not fetched",
+        ),
+    ]
+    title: str | None = None
+    context: str | None = None
+    citations: Citations | None = None
+
+    @property
+    def pieces(self) -> list[dict[str, Any]]:
+        """The document as parts of a chat message."""
+        match self.source:
+            case Base64Source() as own:
+                file = {"filename": self.title, "file_data": own.data_url}
+                about = [{"type": "text", "text": self.context}] if self.context else []
+                return [*about, {"type": "file", "file": file}]
+            case TextSource() as own:
+                text = own.data
+            case ContentSource() as own:
+                text = "\n".join(block.text for block in own.content)
+        return [{"type": "text", "text": document(text, source=self.title, context=self.context)}]
+
+
+class SearchResultBlock(Marked):
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: list[TextBlock]
+    citations: Citations | None = None
+
+    @property
+    def text(self) -> str:
+        return search_result("\n".join(block.text for block in self.content), source=self.source, title=self.title)
 
 
 class ThinkingBlock(Marked):
@@ -70,13 +142,6 @@ class ToolUseBlock(Marked):
     caller: dict[str, Any] | None = None
 
 
-def as_blocks(value: object) -> object:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-Texts = Annotated[list[TextBlock], BeforeValidator(as_blocks, json_schema_input_type=str | list[TextBlock])]
-
-
 class ToolReference(Marked):
     """A tool of the same request that a client's tool search has found."""
 
@@ -91,12 +156,13 @@ class ToolReference(Marked):
 Result = Annotated[
     Annotated[TextBlock, Tag("<text>")]
     | Annotated[ImageBlock, Tag("<image>")]
+    | Annotated[DocumentBlock, Tag("<document>")]
+    | Annotated[SearchResultBlock, Tag("<search_result>")]
     | Annotated[ToolReference, Tag("<tool_reference>")],
     Discriminator(
         lambda block: f"<{block.get('type')}>" if isinstance(block, dict) else None,
         custom_error_type="block_type",
-        custom_error_message="Input should be a block of type text, image or tool_reference; "
-        "documents are not supported in the result of a tool",
+        custom_error_message="Input should be a block of type text, image, document, search_result or tool_reference",
     ),
 ]
 
@@ -114,6 +180,8 @@ class ToolResultBlock(Marked):
 Block = Annotated[
     Annotated[TextBlock, Tag("<text>")]
     | Annotated[ImageBlock, Tag("<image>")]
+    | Annotated[DocumentBlock, Tag("<document>")]
+    | Annotated[SearchResultBlock, Tag("<search_result>")]
     | Annotated[ThinkingBlock, Tag("<thinking>")]
     | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
@@ -121,7 +189,7 @@ Block = Annotated[
     Discriminator(
         lambda block: f"<{block.get('type')}>" if isinstance(block, dict) else None,
         custom_error_type="block_type",
-        custom_error_message="Input should be a block of type text, image, thinking, redacted_thinking, "
-        "tool_use or tool_result; documents and server tools are not supported",
+        custom_error_message="Input should be a block of type text, image, document, search_result, thinking, "
+        "redacted_thinking, tool_use or tool_result; server tools are not supported",
     ),
 ]

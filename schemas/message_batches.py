@@ -10,7 +10,7 @@ import orjson
 from pydantic import Field
 
 from .openai.batches import FINAL, MESSAGES, Batch
-from .openai.chat import Body
+from .openai.body import Body
 
 ENDINGS = {"completed": "succeeded", "failed": "errored", "cancelled": "canceled", "expired": "expired"}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from ..engine.preparing.documents import has_documents, without_documents
 from ..engine.vision.chat import without_images
 from ..engine.vision.images import PromptImage
 from ..schemas.errors import GenerationFailed, StreamNotFound
@@ -36,11 +37,12 @@ async def stored_images(
     return tuple(found)
 
 
-def lean_body(job: Job, images: Sequence[PromptImage]) -> Job:
-    """The job without the bytes of its images."""
-    if not images:
-        return job
-    return job.model_copy(update={"body": without_images(job.body, [image.digest for image in images])})
+def lean_body(job: Job, request: object, images: Sequence[PromptImage]) -> Job:
+    """The job without the bytes of its images and documents; `request` is its body, read."""
+    body = without_images(job.body, [image.digest for image in images]) if images else job.body
+    if has_documents(request):
+        body = without_documents(body)
+    return job if body is job.body else job.model_copy(update={"body": body})
 
 
 class StoredImages:

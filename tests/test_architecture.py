@@ -211,7 +211,7 @@ ROOMS: dict[str, set[str]] = {
 EXCEPTIONS: dict[str, set[str]] = {
     "api/terminal/simulate.py": {"simulation"},
     "stages/infer/adapters.py": {"engine"},
-    "stages/images.py": {"engine.vision.chat", "engine.vision.images"},
+    "stages/images.py": {"engine.preparing.documents", "engine.vision.chat", "engine.vision.images"},
     "stages/infer/relay.py": {"engine"},
     "stages/infer/request_metrics.py": {"engine"},
     "stages/infer/requests.py": {"engine"},
@@ -221,6 +221,7 @@ EXCEPTIONS: dict[str, set[str]] = {
     "stages/validate/stage.py": {
         "engine.grammar.checker",
         "engine.plug_ins.found",
+        "engine.preparing.documents",
         "engine.preparing.preparers",
         "engine.text.tokenizer",
         "engine.vision.chat",

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...schemas.anthropic import MessagesRequest
 from ...schemas.openai.batches import MESSAGES, Batch
-from ...schemas.openai.chat import model_of
+from ...schemas.openai.body import model_of
 from ...schemas.openai.completions import parse_body
 from ..render.anthropic import MessageRenderer
 from ..render.openai import PREFIX, Embeddings, Extras, Renderer

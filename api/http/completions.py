@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from ...schemas.jobs import Endpoint
-from ...schemas.openai.chat import model_of
+from ...schemas.openai.body import model_of
 from ...schemas.openai.completions import KINDS
 from ..render.openai import PREFIX, Extras, Renderer
 from .answers import Answer

@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from pydantic import Field
 
 from ...schemas.errors import StreamNotFound
-from ...schemas.openai.chat import Body
+from ...schemas.openai.body import Body
 from ...schemas.openai.items import InputItem, input_items
 from ...streams.stores.conversations import Conversation, Conversations
 from .files import page

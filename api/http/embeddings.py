@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from ...schemas.openai.chat import model_of
+from ...schemas.openai.body import model_of
 from ...schemas.openai.embeddings import EmbeddingRequest
 from ..render.openai import PREFIX, Embeddings
 from .answers import Answer

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from ...schemas.errors import InvalidRequest
 from ...schemas.events import Done, ErrorBody, Event, Expired, Failed, Token
 from ...schemas.jobs import Endpoint
-from ...schemas.openai.chat import Body, ModelName, model_of
+from ...schemas.openai.body import Body, ModelName, model_of
 from ...schemas.openai.completions import ChatRequest, CompletionRequest, Stop
 from ..bridge.resume import Progress
 from ..render.calls import join_calls

@@ -22,7 +22,7 @@ from ...config.settings import Settings
 from ...schemas.bounds import LONG, load_json
 from ...schemas.errors import DeadlineExceeded, Forbidden, InvalidRequest, NotJson, PayloadTooLarge, Refusal
 from ...schemas.jobs import TOKEN_PATTERN, Job, JobEndpoint
-from ...schemas.openai.chat import Body
+from ...schemas.openai.body import Body
 from ...schemas.openai.completions import parse_body
 from ...streams.port import TRACE_PARENT, Broker
 from ...streams.stores.quotas import Quotas

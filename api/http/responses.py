@@ -19,7 +19,7 @@ from ...config.settings import Settings
 from ...schemas.errors import DeadlineExceeded, InvalidRequest, Overloaded, StreamNotFound
 from ...schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, ItemEvent, Turn
 from ...schemas.loops import Begun, Ended, LoopJob, is_response
-from ...schemas.openai.chat import model_of
+from ...schemas.openai.body import model_of
 from ...schemas.openai.completions import parse_request
 from ...schemas.openai.item_messages import chat_messages
 from ...schemas.openai.items import input_items as items_of

@@ -9,7 +9,8 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel, Field
 
 from ...schemas.errors import InvalidRequest
-from ...schemas.openai.chat import Body, ChatMessage, Tool
+from ...schemas.openai.body import Body
+from ...schemas.openai.chat import ChatMessage, Tool
 from ...schemas.openai.completions import ChatRequest
 from .openapi import body_of, refusals
 from .requests import Gateway, Routes, read_parsed

@@ -31,6 +31,7 @@ from ..vision.images import PromptImage
 from ..vision.reading import ANY, ImageLimits
 from ..vision.sight import NO_SIGHT, Sight, load_sight
 from .chat_checks import check_messages
+from .documents import with_texts
 from .embedding_inputs import prepare_inputs
 from .infill import Infill
 from .response_grammar import response_grammar
@@ -129,6 +130,7 @@ class Preparer:
         asked = grammar
         match request:
             case ChatRequest():
+                request = with_texts(request)
                 tools, choice, named = _tools(request)
                 given = self._sight.look(request.messages, name, fetched)
                 text, form = self._chat(request, tools, choice)

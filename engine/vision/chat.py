@@ -10,8 +10,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ...schemas.errors import InvalidRequest
-from ...schemas.openai.chat import ChatMessage, ImagePart
+from ...schemas.openai.chat import ChatMessage
 from ...schemas.openai.completions import ChatRequest
+from ...schemas.openai.content import ImagePart
 from ..text.chat_messages import reads_parts
 from .reading import ImageLimits, check_image, not_fetched, refused
 

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ..base import Record, Strict
 from ..jobs import Endpoint, SubjectToken
-from .chat import Body
+from .body import Body
 
 WINDOW = 86400  # seconds that a batch may take
 MESSAGES: Literal["/v1/messages"] = "/v1/messages"

@@ -2,119 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
-from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag, model_validator
-from pydantic_core import CoreSchema
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from ..base import Strict, ToolName
-from ..bounds import bounded
+from ..base import ToolName
 from ..errors import InvalidRequest
+from .body import Body, OpenBody
+from .content import Content, FilePart, ImagePart, TextPart
 from .custom_tools import arguments_of
 from .lark_patterns import lark_pattern
 
 MOST_MESSAGES = 10_000
-MOST_MODEL = 256  # characters of a model's name
-ModelName = Annotated[str, Field(min_length=1, max_length=MOST_MODEL)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
-
-
-def model_of(body: Mapping[str, Any]) -> str:
-    """The model that a response to this unvalidated body names; empty if its validation will fail."""
-    model = body.get("model")
-    return model if isinstance(model, str) and len(model) <= MOST_MODEL else ""
-
-
-class Unsupported(NamedTuple):
-    """A field that would change the answer and is not supported: refused unless its value is one of `neutral`."""
-
-    neutral: tuple[Any, ...] = (None,)
-    advice: str = "leave it out"
-
-
-class Body(Strict):
-    """A request or a part of one. Its validation stops early at faults, so that it is cheap for every input."""
-
-    unsupported: ClassVar[Mapping[str, Unsupported]] = MappingProxyType({})
-
-    @classmethod
-    @cache
-    def field_names(cls) -> frozenset[str]:
-        """Every known field, including the unsupported ones."""
-        return frozenset(field.alias or name for name, field in cls.model_fields.items()) | cls.unsupported.keys()
-
-    @classmethod
-    def supported(cls, body: Mapping[str, Any]) -> dict[str, Any]:
-        """`body` without its unsupported fields. Raises `InvalidRequest` if one is not neutral."""
-        for name in cls.unsupported.keys() & body.keys():
-            neutral, advice = cls.unsupported[name]
-            if body[name] not in neutral:
-                fault = f"{name} is not supported here; {advice}."
-                raise InvalidRequest(fault, code="unsupported_parameter", param=name)
-        return {name: value for name, value in body.items() if name not in cls.unsupported}
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return bounded(handler(source))
-
-
-class OpenBody(Body):
-    """A part of a request whose unknown fields are ignored: messages, calls and tools, in which clients keep fields of
-    other servers, and options that only ask for more output."""
-
-    model_config = ConfigDict(extra="ignore")
-
-
-class TextPart(OpenBody):
-    type: Literal["text"]
-    text: str
-
-
-class ImageUrl(OpenBody):
-    """`url` is a data URL with base64, or one that the server may fetch; `detail` "low" shows the model fewer pixels,
-    the others as many as it takes."""
-
-    url: str
-    detail: Literal["auto", "low", "high", "original"] | None = None
-
-
-class ImagePart(OpenBody):
-    type: Literal["image_url"]
-    image_url: ImageUrl
-
-
-def _part_kind(part: object) -> str | None:
-    if isinstance(part, OpenBody):
-        return f"<{getattr(part, 'type', None)}>"
-    return f"<{part.get('type', 'text')}>" if isinstance(part, dict) else "<text>"
-
-
-ContentPart = Annotated[
-    Annotated[TextPart, Tag("<text>")] | Annotated[ImagePart, Tag("<image_url>")],
-    Discriminator(
-        _part_kind,
-        custom_error_type="part_kind",
-        custom_error_message="Input should be a part of type 'text' or 'image_url'; files and audio are not supported",
-    ),
-]
-
-
-def _content_kind(value: object) -> str | None:
-    return "<text>" if isinstance(value, str) else "<parts>" if isinstance(value, list) else None
-
-
-# With the tags pydantic reports only the faults of one member; `_path` drops them.
-Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Tag("<parts>")],
-    Discriminator(
-        _content_kind,
-        custom_error_type="content_type",
-        custom_error_message="Input should be a string or a list of parts",
-    ),
-]
 
 
 class FunctionCall(OpenBody):
@@ -173,6 +73,12 @@ class ChatMessage(OpenBody):
         """The parts that are images, each with its index."""
         parts = self.content if isinstance(self.content, list) else []
         return [(index, part) for index, part in enumerate(parts) if isinstance(part, ImagePart)]
+
+    @property
+    def files(self) -> list[tuple[int, FilePart]]:
+        """The parts that are documents, each with its index."""
+        parts = self.content if isinstance(self.content, list) else []
+        return [(index, part) for index, part in enumerate(parts) if isinstance(part, FilePart)]
 
 
 class Function(OpenBody):

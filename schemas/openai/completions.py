@@ -19,18 +19,9 @@ from ..errors import InvalidRequest
 from ..jobs import Endpoint, Priority
 from ..models.catalogue import parse_keep_alive
 from ..params import GenerationParams, PlugInUses
-from .chat import (
-    MOST_MESSAGES,
-    Body,
-    ChatMessage,
-    ModelName,
-    OpenBody,
-    ResponseFormat,
-    TextPart,
-    Tool,
-    ToolChoice,
-    Unsupported,
-)
+from .body import Body, ModelName, OpenBody, Unsupported
+from .chat import MOST_MESSAGES, ChatMessage, ResponseFormat, Tool, ToolChoice
+from .content import TextPart
 from .embeddings import EmbeddingRequest
 from .prompts import Prompt, as_list
 

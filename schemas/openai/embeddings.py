@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from ..jobs import Priority
-from .chat import Body, ModelName, Unsupported
+from .body import Body, ModelName, Unsupported
 from .prompts import Prompt, as_list
 
 MAX_INPUTS = 2048

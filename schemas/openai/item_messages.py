@@ -166,15 +166,19 @@ def _text(content: str | list[dict[str, Any]]) -> str:
 
 
 def _content(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """A message's content: one text, or parts where there are images."""
-    if isinstance(content, str) or all(part["type"] != "input_image" for part in content):
+    """A message's content: one text, or parts where there are images or documents."""
+    if isinstance(content, str) or all(part["type"] not in ("input_image", "input_file") for part in content):
         return _text(content)
-    return [
-        {"type": "image_url", "image_url": {"url": part["image_url"], "detail": part.get("detail")}}
-        if part["type"] == "input_image"
-        else {"type": "text", "text": _text([part])}
-        for part in content
-    ]
+    return [_part(part) for part in content]
+
+
+def _part(part: dict[str, Any]) -> dict[str, Any]:
+    match part["type"]:
+        case "input_image":
+            return {"type": "image_url", "image_url": {"url": part["image_url"], "detail": part.get("detail")}}
+        case "input_file":
+            return {"type": "file", "file": {"filename": part.get("filename"), "file_data": part["file_data"]}}
+    return {"type": "text", "text": _text([part])}
 
 
 def _arguments(text: str) -> str:

@@ -13,7 +13,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from ..errors import InvalidRequest
 from ..loops import Items
-from .chat import Body, OpenBody
+from .body import Body, OpenBody
 
 Id = Annotated[str, Field(min_length=1)]
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -65,6 +65,23 @@ class InputImage(_Part):
         return self
 
 
+class InputFile(_Part):
+    """A document: `file_data` as in `content.FileData`; `detail` has no effect."""
+
+    type: Literal["input_file"]
+    filename: str | None = None
+    file_data: str | None = None
+    file_id: str | None = None
+    file_url: str | None = None
+    detail: str | None = None
+
+    @model_validator(mode="after")
+    def _has_data(self) -> InputFile:
+        if self.file_id is not None or self.file_url is not None or self.file_data is None:
+            raise ValueError("must have file_data, and neither file_id nor file_url: documents are not fetched")
+        return self
+
+
 class OutputText(_Part):
     type: Literal["output_text"]
     text: str
@@ -80,11 +97,12 @@ class Refusal(_Part):
 Part = Annotated[
     Annotated[InputText, Tag("<input_text>")]
     | Annotated[InputImage, Tag("<input_image>")]
+    | Annotated[InputFile, Tag("<input_file>")]
     | Annotated[OutputText, Tag("<output_text>")]
     | Annotated[Refusal, Tag("<refusal>")],
     by_type(
         "part_kind",
-        "a part of type input_text, input_image, output_text or refusal; files and audio are not supported",
+        "a part of type input_text, input_image, input_file, output_text or refusal; audio is not supported",
     ),
 ]
 Content = Annotated[
@@ -106,8 +124,8 @@ class MessageItem(_Item):
     def _who_refuses(self) -> MessageItem:
         if self.role != "assistant" and any(isinstance(part, Refusal) for part in self.content):
             raise ValueError("must not have a refusal unless its role is assistant")
-        if self.role != "user" and any(isinstance(part, InputImage) for part in self.content):
-            raise ValueError("must not have an image unless its role is user")
+        if self.role != "user" and any(isinstance(part, InputImage | InputFile) for part in self.content):
+            raise ValueError("must not have an image or a file unless its role is user")
         return self
 
 
@@ -269,7 +287,7 @@ def _in_full(item: InputItem, stem: str) -> dict[str, Any]:
     if isinstance(item, MessageItem):
         kind = {"type": "output_text", "annotations": []} if item.role == "assistant" else {"type": "input_text"}
         parts = [{"type": "", "text": item.content}] if isinstance(item.content, str) else whole["content"]
-        kept = ("refusal", "input_image", kind["type"])
+        kept = ("refusal", "input_image", "input_file", kind["type"])
         whole["content"] = [part if part["type"] in kept else kind | {"text": part["text"]} for part in parts]
     return whole
 

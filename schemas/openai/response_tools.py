@@ -14,7 +14,8 @@ from ..base import MAX_TOOLS, ToolName, tool_name
 from ..errors import InvalidRequest
 from ..jobs import TOKEN_PATTERN
 from ..loops import LoopTool, Source
-from .chat import Body, Function, InputGrammar, OpenBody
+from .body import Body, OpenBody
+from .chat import Function, InputGrammar
 from .items import by_type, type_tag
 
 

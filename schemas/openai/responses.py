@@ -17,7 +17,8 @@ from ..errors import InvalidRequest
 from ..jobs import Priority, SubjectToken
 from ..loops import LoopTool, Source
 from ..params import GenerationParams
-from .chat import Body, JsonSchema, ModelName, Unsupported
+from .body import Body, ModelName, Unsupported
+from .chat import JsonSchema
 from .completions import TIERS, parse_body, refusal
 from .items import InputItem, by_type
 from .response_tools import (

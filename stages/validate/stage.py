@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 from ...engine.grammar.checker import GrammarChecker
 from ...engine.plug_ins.found import PlugIns
+from ...engine.preparing.documents import has_documents
 from ...engine.preparing.preparers import PreparerCache, PreparerKey
 from ...engine.vision.chat import has_images
 from ...engine.vision.reading import ImageLimits
@@ -207,7 +208,8 @@ class Validate(Stage):
             name=model.name,
             seed=secrets.randbits(63),
         )
-        if len(message.data) <= LONG and not has_images(request) and not _has_lark(request):
+        is_short = len(message.data) <= LONG and not has_images(request) and not has_documents(request)
+        if is_short and not _has_lark(request):
             prepared = prepare()
         else:
             async with self._long:
@@ -219,7 +221,7 @@ class Validate(Stage):
         if prepared.params.plug_ins:
             await asyncio.to_thread(self._plug_ins.check, prepared.params, preparer.tokenizer, prepared.prompts[0])
         images = await stored_images(self.pipe.broker, self._quotas, tenant, prepared.images, created)
-        job = lean_body(job, prepared.images)
+        job = lean_body(job, request, prepared.images)
         return ValidatedJob(
             id=job.id or endings.request_id(message),
             endpoint=endpoint,

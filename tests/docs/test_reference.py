@@ -11,7 +11,7 @@ import pytest
 from pages import ROOT
 
 from penstock.schemas.events import FinishReason
-from penstock.schemas.openai.chat import Body
+from penstock.schemas.openai.body import Body
 from penstock.schemas.openai.completions import ChatRequest, CompletionRequest
 from penstock.schemas.openai.responses import ResponsesRequest
 from penstock.streams import port

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ....config.settings import Settings
-from ....schemas.openai.chat import Body
+from ....schemas.openai.body import Body
 
 HEADER = "penstock-ignored"
 MAX_NAMES = 20  # in the header and in the log

@@ -20,7 +20,7 @@ from ....schemas.errors import ConfigurationError, Forbidden, InvalidRequest, Mo
 from ....schemas.events import Failed
 from ....schemas.jobs import Job
 from ....schemas.models.catalogue import AdapterName
-from ....schemas.openai.chat import Body, ModelName
+from ....schemas.openai.body import Body, ModelName
 from ....schemas.registry import AddedAdapter, ModelCard
 from ....schemas.sources import is_here
 from ..openapi import body_of, refusals

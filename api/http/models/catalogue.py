@@ -15,7 +15,7 @@ from ....config.catalogue import parse_model
 from ....schemas.errors import ConfigurationError, Conflict, Forbidden, InvalidRequest, ModelNotFound
 from ....schemas.models.catalogue import Catalogue, CatalogueEntry, RevisionKey
 from ....schemas.models.model_state import ModelState
-from ....schemas.openai.chat import Body
+from ....schemas.openai.body import Body
 from ....schemas.sources import looks_like_path
 from ....streams.stores.catalogue import CatalogueStore
 from ....streams.topology import lanes_of

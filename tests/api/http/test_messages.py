@@ -480,12 +480,12 @@ def content(*blocks: Any, role: str = "user") -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (content({"type": "document", "source": {}}), "messages[0].content[0]: Input should be a block of type text"),
+        (content({"type": "server_tool_use"}), "messages[0].content[0]: Input should be a block of type text"),
         (content({"type": "image", "source": {"type": "file"}}), "Input should be a source of type base64 or url"),
         (content({"type": "text"}), "messages[0].content[0].text is missing"),
         (
-            content({"type": "tool_result", "tool_use_id": "t", "content": [{"type": "document"}]}),
-            "messages[0].content[0].content[0]: Input should be a block of type text, image or tool_reference",
+            content({"type": "tool_result", "tool_use_id": "t", "content": [{"type": "audio"}]}),
+            "messages[0].content[0].content[0]: Input should be a block of type text, image, document, search_result",
         ),
         (content({"type": "tool_result", "tool_use_id": "t9"}), "no tool_use before it has the id 't9'"),
         (content({"type": "tool_use", "id": "t", "name": "n", "input": {}}), "cannot have a block of type tool_use"),

@@ -36,12 +36,12 @@ async def test_an_agent_calls_a_tool_and_answers_in_its_form(tool_server: Served
             output_type=Weather,
         )
         result = await Runner.run(
-            agent, "What is it like in Rome?", max_turns=4, run_config=RunConfig(tracing_disabled=True)
+            agent, "What is it like in Rome?", max_turns=20, run_config=RunConfig(tracing_disabled=True)
         )
         assert asked and asked[0] in ("Oslo", "Rome")
         assert isinstance(result.final_output, Weather)
 
-        streamed = Runner.run_streamed(agent, "And in Oslo?", max_turns=4, run_config=RunConfig(tracing_disabled=True))
+        streamed = Runner.run_streamed(agent, "And in Oslo?", max_turns=20, run_config=RunConfig(tracing_disabled=True))
         kinds = {event.type async for event in streamed.stream_events()}
         assert {"raw_response_event", "run_item_stream_event"} <= kinds
         assert isinstance(streamed.final_output, Weather)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from penstock.schemas.errors import InvalidRequest
 from penstock.schemas.jobs import Endpoint
-from penstock.schemas.openai.chat import Body
+from penstock.schemas.openai.body import Body
 from penstock.schemas.openai.completions import ChatRequest, CompletionRequest, generation_params, parse_request
 from penstock.schemas.params import MAX_CHOICES, MAX_STOPS, MAX_TOP_LOGPROBS, GenerationParams
 
@@ -271,7 +271,7 @@ def test_faults_are_tried_in_every_parameter() -> None:
             "messages[0].content[0].text",
             "missing_required_parameter",
         ),
-        ([{"role": "user", "content": [{"type": "file"}]}], "messages[0].content[0]", "invalid_value"),
+        ([{"role": "user", "content": [{"type": "input_audio"}]}], "messages[0].content[0]", "invalid_value"),
         (
             [{"role": "user", "content": [{"type": "image_url"}]}],
             "messages[0].content[0].image_url",
@@ -289,7 +289,7 @@ def test_fault_inside_a_message_is_named_by_its_path(messages: list[Any], param:
 def test_a_part_of_another_type_is_refused_in_words() -> None:
     sound = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
     refusal = _refused(CHAT, _body(CHAT, messages=[{"role": "user", "content": [sound]}]))
-    told = "a part of type 'text' or 'image_url'; files and audio are not supported."
+    told = "a part of type 'text', 'image_url' or 'file'; audio is not supported."
     assert str(refusal) == f"messages[0].content[0]: Input should be {told}"
 
 

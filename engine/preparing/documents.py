@@ -1,0 +1,139 @@
+"""The documents of chat messages, read: a text or a PDF, base64 in the request, becomes text between tags."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping
+from hashlib import sha256
+from threading import Lock
+from typing import Any
+
+from ...schemas.errors import InvalidRequest
+from ...schemas.openai.chat import ChatMessage
+from ...schemas.openai.completions import ChatRequest
+from ...schemas.openai.content import FilePart, TextPart
+from ...schemas.openai.documents import document
+
+MOST_DOCUMENTS = 64  # of one request
+KEPT = 32 << 20  # characters of texts that are kept, for the next turn of a chat
+TIME = 30.0  # seconds that one PDF may take
+
+_PDF = b"%PDF-"
+_HEADER = 1024  # bytes within which a PDF says that it is one
+_WHAT_TO_SEND = "send a text in UTF-8 or a PDF, in base64"
+
+_texts: OrderedDict[bytes, str] = OrderedDict()  # of PDFs by digest, the least recently used first
+_texts_lock = Lock()
+
+
+def has_documents(request: object) -> bool:
+    """Whether a request of any kind has documents, which take a while to read."""
+    return isinstance(request, ChatRequest) and any(message.files for message in request.messages)
+
+
+def with_texts(request: ChatRequest) -> ChatRequest:
+    """The request with the texts of its documents in their places; blocks while a PDF is read.
+
+    Raises `InvalidRequest` where a document has no text, cannot be read, or may not be.
+    """
+    count = sum(len(message.files) for message in request.messages)
+    if not count:
+        return request
+    if count > MOST_DOCUMENTS:
+        raise InvalidRequest(
+            f"The request has {count} documents; send at most {MOST_DOCUMENTS}.",
+            code="too_many_documents",
+            param="messages",
+        )
+    messages = [_read(message, f"messages[{index}]") for index, message in enumerate(request.messages)]
+    return request.model_copy(update={"messages": messages})
+
+
+def without_documents(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a chat request without the bytes of its documents."""
+
+    def emptied(part: Any) -> Any:
+        if isinstance(part, dict) and part.get("type") == "file":
+            return part | {"file": part["file"] | {"file_data": ""}}
+        return part
+
+    messages = [
+        message | {"content": [emptied(part) for part in message["content"]]}
+        if isinstance(message, dict) and isinstance(message.get("content"), list)
+        else message
+        for message in body["messages"]
+    ]
+    return {**body, "messages": messages}
+
+
+def _read(message: ChatMessage, path: str) -> ChatMessage:
+    if not message.files:
+        return message
+    parts: list[Any] = list(message.content or ())
+    for index, part in message.files:
+        where = f"{path}.content[{index}]"
+        if message.role != "user":
+            raise _refused(where, f"a message with the role {message.role} cannot have documents; send them as user")
+        text = document(_text(part, f"{where}.file"), source=part.file.filename)
+        before, behind = "\n" * (index > 0), "\n" * (index < len(parts) - 1)  # templates join parts without a space
+        parts[index] = TextPart(type="text", text=f"{before}{text}{behind}")
+    return message.model_copy(update={"content": parts})
+
+
+def _text(part: FilePart, path: str) -> str:
+    file = part.file
+    if file.file_id is not None or file.file_data is None:
+        raise _refused(path, f"documents are taken from file_data alone; {_WHAT_TO_SEND}")
+    path += ".file_data"
+    given = file.file_data
+    head, comma, rest = given.partition(",") if given[:5].lower() == "data:" else ("", ",", given)
+    if not comma or (head and not head.lower().endswith(";base64")):
+        raise _refused(path, "the data: URL is not in base64; send data:application/pdf;base64,…")
+    try:
+        data = base64.b64decode(rest, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise _refused(path, f"this is not valid base64 ({error}); encode the document again") from None
+    if _PDF in data[:_HEADER]:
+        text = _text_of_pdf(data, path)
+    else:
+        try:
+            text = data.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            text = "\0"
+        if "\0" in text:
+            raise _refused(path, f"this is neither a text in UTF-8 nor a PDF; {_WHAT_TO_SEND}")
+    if not text.strip():
+        raise _refused(path, "the document has no text; if its pages are pictures, send them as images")
+    return text
+
+
+def _text_of_pdf(data: bytes, path: str) -> str:
+    """Read in a process of its own, which may be killed: some PDFs take for ever, or all memory."""
+    key = sha256(data).digest()
+    with _texts_lock:
+        if key in _texts:
+            _texts.move_to_end(key)
+            return _texts[key]
+    command = [sys.executable, "-m", f"{__package__}.pdf_text"]
+    try:
+        child = subprocess.run(command, input=data, capture_output=True, timeout=TIME, check=False)
+    except subprocess.TimeoutExpired:
+        raise _refused(path, f"reading this PDF takes longer than {TIME:.0f} s; send its text") from None
+    if child.returncode:
+        said = child.stderr.decode(errors="replace").strip().splitlines()
+        why = said[-1] if child.returncode == 1 and said else "it takes too much time or memory"
+        raise _refused(path, f"this PDF cannot be read ({why}); send its text")
+    text = child.stdout.decode()
+    with _texts_lock:
+        _texts[key] = text
+        while sum(map(len, _texts.values())) > KEPT:
+            _texts.popitem(last=False)
+    return text
+
+
+def _refused(path: str, fault: str) -> InvalidRequest:
+    return InvalidRequest(f"{path}: {fault}.", code="invalid_document", param=path)

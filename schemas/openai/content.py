@@ -1,0 +1,71 @@
+"""What the messages of a chat contain: texts, images and documents."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Tag
+
+from .body import OpenBody
+
+
+class TextPart(OpenBody):
+    type: Literal["text"]
+    text: str
+
+
+class ImageUrl(OpenBody):
+    """`url` is a data URL with base64, or one that the server may fetch; `detail` "low" shows the model fewer pixels,
+    the others as many as it takes."""
+
+    url: str
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
+class ImagePart(OpenBody):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+class FileData(OpenBody):
+    """A document: `file_data` is its bytes in base64, alone or in a data URL."""
+
+    filename: str | None = None
+    file_data: str | None = None
+    file_id: str | None = None
+
+
+class FilePart(OpenBody):
+    type: Literal["file"]
+    file: FileData
+
+
+def _part_kind(part: object) -> str | None:
+    if isinstance(part, OpenBody):
+        return f"<{getattr(part, 'type', None)}>"
+    return f"<{part.get('type', 'text')}>" if isinstance(part, dict) else "<text>"
+
+
+ContentPart = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[ImagePart, Tag("<image_url>")] | Annotated[FilePart, Tag("<file>")],
+    Discriminator(
+        _part_kind,
+        custom_error_type="part_kind",
+        custom_error_message="Input should be a part of type 'text', 'image_url' or 'file'; audio is not supported",
+    ),
+]
+
+
+def _content_kind(value: object) -> str | None:
+    return "<text>" if isinstance(value, str) else "<parts>" if isinstance(value, list) else None
+
+
+# With the tags pydantic reports only the faults of one member; `_path` drops them.
+Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Tag("<parts>")],
+    Discriminator(
+        _content_kind,
+        custom_error_type="content_type",
+        custom_error_message="Input should be a string or a list of parts",
+    ),
+]
