@@ -27,9 +27,10 @@ from ..checkpoints.gguf.pairs import processor_of
 from ..models import read_config, seeing_family
 from ..text.tokenizer_port import TokenizerLike, encode_within
 from .chat import GivenImage
-from .families import PROCESSORS, Family, Grid, image_token
+from .families import PROCESSORS, Family, image_token
 from .images import PromptImage
 from .reading import ImageLimits, decode_image, refused, within
+from .writing import Grid
 
 if TYPE_CHECKING:  # light processes do without it
     from numpy.typing import NDArray
@@ -37,7 +38,7 @@ if TYPE_CHECKING:  # light processes do without it
 MOST_GRIDS = 4096  # images whose grids are remembered; a chat sends the same ones with every turn
 _MODEL_INPUTS = (
     *("pixel_values", "pixel_attention_mask", "spatial_shapes", "target_sizes"),
-    *("image_grid_thw", "image_sizes", "image_position_ids", "batch_num_images"),
+    *("image_grid_thw", "image_sizes", "image_position_ids", "batch_num_images", "tile_fine_mask"),
 )
 
 

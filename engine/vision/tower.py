@@ -21,7 +21,8 @@ from torch.backends import cudnn
 from ...schemas.errors import ModelLoadError
 from ..request import EngineRequest
 from .blocks import Blocks
-from .families import HEARING, is_of_tower, language_model_of
+from .families import HEARING, SCALING, is_of_tower, language_model_of
+from .features import stacked
 from .images import Key, PromptImage
 from .layout import ImageLayout, Placed
 from .pictures import Arrays, Pictures
@@ -70,10 +71,12 @@ class LanguageModel(nn.Module):
         self.replaced = replaced_tokens(whole.config)
         self._has_layer_inputs = bool(getattr(text, "hidden_size_per_layer_input", 0))  # Gemma 4's E2B and E4B have
         self._softcap: float | None = getattr(text.config, "final_logit_softcapping", None)
-        self._multiplier: float = getattr(text.config, "output_multiplier", None) or 1.0  # of Muse, before the cap
+        self.logit_scale: float = getattr(text.config, "output_multiplier", None) or 1.0  # of Muse, before the cap
+        if whole.config.model_type in SCALING:
+            self.logit_scale /= text.config.logits_scaling
         self.dtype: torch.dtype = text.dtype
         self.device: torch.device = text.device
-        self._supports_attention_backend = bool(text._supports_attention_backend and whole._supports_attention_backend)
+        self._supports_attention_backend = bool(text._supports_attention_backend)
         self._is_stateful = bool(text._is_stateful)
 
     def get_output_embeddings(self) -> nn.Module:
@@ -112,7 +115,7 @@ class LanguageModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What the last layer makes, […, E] → [..., V]."""
-        made: Tensor = self.lm_head(hidden) if self._multiplier == 1 else self.lm_head(hidden) * self._multiplier
+        made: Tensor = self.lm_head(hidden) if self.logit_scale == 1 else self.lm_head(hidden) * self.logit_scale
         return made if self._softcap is None else self._softcap * (made / self._softcap).tanh()
 
 
@@ -235,14 +238,17 @@ class Vision:
         size, count = _TILES.get(self._device.type, _MANY_TILES), arrays["pixel_values"].shape[axis]
         before = (slice(None),) * axis
         return [
-            {name: array[(*before, slice(first, first + size))] for name, array in arrays.items()}
+            {
+                name: array[(*before, slice(first, first + size))] if array.ndim > axis else array
+                for name, array in arrays.items()
+            }
             for first in range(0, count, size)
         ]
 
     def _pass(self, inputs: dict[str, Tensor]) -> Tensor:
         is_cuda = self._device.type == "cuda"  # whose convolutions of float32 have ten bits by default
         with cudnn.flags(enabled=True, allow_tf32=False) if is_cuda else nullcontext():
-            return _stacked(self._body.get_image_features(**inputs, return_dict=True))
+            return stacked(self._body.get_image_features(**inputs, return_dict=True))
 
     @contextmanager
     def _noting(self) -> Iterator[list[Tensor]]:
@@ -252,7 +258,7 @@ class Vision:
 
         def get_image_features(*arguments: Any, **options: Any) -> Any:
             made = own(*arguments, **options)
-            noted.append(_stacked(made))
+            noted.append(stacked(made))
             return made
 
         self._body.get_image_features = get_image_features
@@ -308,23 +314,12 @@ class Vision:
             self._used -= self._cache.popitem(last=False)[1].nbytes
 
 
-def _stacked(made: Any) -> Tensor:
-    """The features of images and the deep ones, [F, K, E]."""
-    deep = getattr(made, "deepstack_features", None) or ()
-    return torch.stack([_rows(one) for one in (made.pooler_output, *deep)])
-
-
 def replaced_tokens(config: Any) -> dict[int, int]:
     """Tokens that stand for what a text has not, and those that take their place in the model with this config."""
     if config.model_type != "gemma4":
         return {}
     ids = (getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
     return dict.fromkeys((id for id in ids if id is not None), config.get_text_config().pad_token_id)
-
-
-def _rows(features: Tensor | Sequence[Tensor]) -> Tensor:
-    """Those of all images [K, E]; versions of transformers differ in how they lie."""
-    return features.flatten(0, -2) if isinstance(features, Tensor) else torch.cat([*features])
 
 
 def _descendants(module: nn.Module, name: str) -> Iterable[nn.Module]:

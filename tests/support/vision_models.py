@@ -203,6 +203,62 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
     ),
     "minicpmv4_6": _MINICPM,
     "minicpmv4_7": _MINICPM,
+    "granite_docling": (
+        [
+            *("<image>", "<fake_token_around_image>", "<global-img>"),
+            *(f"<row_{row}_col_{column}>" for row in (1, 2, 3, 4) for column in (1, 2, 3, 4)),
+        ],
+        {
+            "text_config": _TEXT
+            | {"model_type": "granite_docling_text", "embedding_multiplier": 3.0, "logits_scaling": 2.5}
+            | {"attention_multiplier": 0.25, "residual_multiplier": 0.7},
+            "vision_config": _SIGLIP | {"scale_factor": 4, "out_hidden_size": 64, "deepstack_visual_indexes": [0, 1]},
+            "density_router_hidden_size": 8,  # which nothing uses
+            "tie_word_embeddings": False,
+        },
+        {
+            "image_processor_type": "GraniteDoclingImageProcessor",
+            "size": {"height": 32, "width": 32},
+            "max_patches": 4,
+        },
+    ),
+    "got_ocr2": (
+        ["<imgpad>", "<img>", "</img>"],
+        {
+            "text_config": _TEXT | {"model_type": "qwen2"},
+            "vision_config": {
+                "hidden_size": 32,
+                "output_channels": 16,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 2,
+                "image_size": 80,
+                "patch_size": 8,
+                "window_size": 4,
+                "global_attn_indexes": [1],
+                "mlp_dim": 48,
+                "initializer_range": 0.3,
+            },
+        },
+        {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 80, "width": 80}, "crop_to_patches": True},
+    ),
+    "qianfan_ocr": (  # whose place of an image is no token of it
+        ["<IMG_CONTEXT>", "<img>", "</img>"],
+        {
+            "text_config": _TEXT | {"model_type": "qwen3", "head_dim": 16, "sliding_window": None},
+            "vision_config": _SIGLIP | {"image_size": [32, 32], "patch_size": [8, 8]},
+            "image_seq_length": 4,
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 32, "width": 32}, "max_patches": 4},
+    ),
+    "deepseek_vl": (
+        ["<image_placeholder>"],
+        {
+            "text_config": _TEXT | {"model_type": "llama"},
+            "vision_config": _SIGLIP | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        },
+        {"image_processor_type": "DeepseekVLImageProcessor", "size": {"height": 32, "width": 32}},
+    ),
     "smolvlm": (
         [
             "<image>",
@@ -503,7 +559,7 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
     tokenizer = tiny_model._train_tokenizer(512)
     tokenizer.add_special_tokens({"additional_special_tokens": marks}, replace_extra_special_tokens=False)
     written = f"<|vision_start|>{marks[0]}<|vision_end|>" if "<|vision_start|>" in marks else marks[family == "gemma3"]
-    if family == "aya_vision":
+    if family in ("aya_vision", "qianfan_ocr"):
         written = "<image>"
     tokenizer.chat_template = _TEMPLATE.replace("MARK", written)
     end = tokenizer.eos_token_id
@@ -524,7 +580,7 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
         own |= {"image_start_token_id": ids[1], "image_end_token_id": ids[2], "video_token_id": ids[3]}
     if family == "llava_onevision":
         own = {"image_token_index": ids[0], "video_token_index": ids[1]}
-    if family in ("llava", "llava_next", "granite_vision", "vipllava", "aya_vision", "mistral3"):
+    if family in ("llava", "llava_next", "granite_vision", "vipllava", "aya_vision", "mistral3", "got_ocr2"):
         own = {"image_token_index": ids[0]}
     text = settings["text_config"] | {"eos_token_id": end, "pad_token_id": end}
     parts = {"text_config": text, "vision_config": settings["vision_config"] | dict(tower or {})}

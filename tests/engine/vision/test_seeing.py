@@ -184,6 +184,10 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("aya_vision", {}),
         ("minicpmv4_6", {}),
         ("minicpmv4_7", {"quantization": "int8"}),
+        ("granite_docling", {"quantization": "int8"}),
+        ("got_ocr2", {}),
+        ("qianfan_ocr", {}),
+        ("deepseek_vl", {}),
     ],
 )
 def test_other_numbers_see_as_well(family: str, changes: dict[str, Any], start: Start) -> None:
