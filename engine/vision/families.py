@@ -15,6 +15,7 @@ from ...schemas.errors import ModelLoadError
 from .anyres import NEXT_SIZES, ONEVISION_SIZES, write_next, write_onevision
 from .bounds import bounds, budget, frame_bounds
 from .canvas import Canvas
+from .covering import CoveringProcessor, write_covering
 from .slices import image_number, slices, write_aya, write_slices
 from .tiling import TilingProcessor, write_tiles
 from .writing import (
@@ -200,6 +201,13 @@ FAMILIES: dict[str, Family] = {
         tiles=0,
         may_be_blind=True,
         mark="<image>",
+    ),
+    "cohere2_vision": Family(
+        tile_count,
+        write_covering,
+        tiles=0,
+        may_be_blind=True,
+        prepares=CoveringProcessor,
     ),
     "vipllava": Family(shape, write_vipllava, blocks=("vision_tower.encoder.layers",), may_be_blind=True),
     "llava": Family(shape, write_llava, blocks=("vision_tower.encoder.layers",)),

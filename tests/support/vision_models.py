@@ -201,6 +201,26 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 32, "width": 32}, "max_patches": 4},
     ),
+    "cohere2_vision": (
+        ["<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>"],
+        {
+            "text_config": _TEXT
+            | {
+                "model_type": "cohere2",
+                "head_dim": 16,
+                "sliding_window": 20,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "tie_word_embeddings": True,
+            },
+            "vision_config": _SIGLIP | {"model_type": "siglip_vision_model", "vision_use_head": False},
+            "alignment_intermediate_size": 96,
+        },
+        {
+            "image_processor_type": "Cohere2VisionImageProcessor",
+            "size": {"height": 32, "width": 32},
+            "max_patches": 4,
+        },
+    ),
     "minicpmv4_6": _MINICPM,
     "minicpmv4_7": _MINICPM,
     "granite_docling": (

@@ -28,12 +28,23 @@ def expected(
     model: Any, request: EngineRequest, processor: VisionProcessor, family: str, count: int
 ) -> tuple[int, ...]:
     """The `count` tokens that a `reference` generates after a prompt."""
+    output = model.generate(**_inputs(request, processor, family), max_new_tokens=count, do_sample=False)
+    return tuple(output[0, len(request.prompt) :].tolist())
+
+
+@torch.inference_mode()
+def first_logits(model: Any, request: EngineRequest, processor: VisionProcessor, family: str) -> torch.Tensor:
+    """The logits [V] of a `reference` behind a prompt."""
+    logits: torch.Tensor = model(**_inputs(request, processor, family)).logits[0, -1]
+    return logits
+
+
+def _inputs(request: EngineRequest, processor: VisionProcessor, family: str) -> dict[str, torch.Tensor]:
     ids = torch.tensor([request.prompt])
     inputs = _joined(request.images, processor, family) if request.images else {}
     if request.images and processor.types:
         inputs[processor.types] = (ids == processor.image_token).int()
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, **inputs)
-    return tuple(output[0, len(request.prompt) :].tolist())
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **inputs}
 
 
 def _joined(images: Sequence[PromptImage], processor: VisionProcessor, family: str) -> dict[str, torch.Tensor]:

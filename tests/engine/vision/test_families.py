@@ -15,15 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
 from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
+from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
+from transformers.models.deepseek_vl.processing_deepseek_vl import DeepseekVLProcessor
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.glm4v.modeling_glm4v import Glm4vModel
+from transformers.models.got_ocr2.processing_got_ocr2 import GotOcr2Processor
+from transformers.models.granite_docling.processing_granite_docling import GraniteDoclingProcessor
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.lighton_ocr.processing_lighton_ocr import LightOnOcrProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
+from transformers.models.qianfan_ocr.processing_qianfan_ocr import QianfanOCRProcessor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
@@ -158,13 +163,13 @@ def test_a_gemma_4_without_a_tower_takes_text_alone() -> None:
     assert family_of(config) is None
 
 
-def test_internvl_is_written_as_by_transformers() -> None:
+@pytest.mark.parametrize(("kind", "theirs"), [("internvl", InternVLProcessor), ("qianfan_ocr", QianfanOCRProcessor)])
+def test_tiles_in_a_row_are_written_as_by_transformers(kind: str, theirs: Any) -> None:
     made = {"num_patches": [3]}
     own = SimpleNamespace(
         start_image_token="<img>", end_image_token="</img>", image_token="*", image_seq_length=256, image_seq_len=256
     )
-    theirs: Any = InternVLProcessor.replace_image_token
-    assert written("internvl", {"image_seq_length": 256}, made) == theirs(own, made, 0)
+    assert written(kind, {"image_seq_length": 256}, made) == theirs.replace_image_token(own, made, 0)
 
 
 @pytest.mark.parametrize("theirs", [Qwen2_5_VLModel, Glm4vModel])
@@ -286,6 +291,43 @@ def test_vipllava_is_written_as_by_transformers() -> None:
     )
     theirs: Any = LlavaProcessor.replace_image_token
     assert written("vipllava", CLIP | {"vision_feature_select_strategy": "full"}, made) == theirs(own, made, 0)
+
+
+@pytest.mark.parametrize("is_fine", [False, True])
+@pytest.mark.parametrize("grid", [(1, 1), (1, 2), (3, 2)])
+def test_docling_is_written_as_by_transformers(grid: tuple[int, int], is_fine: bool) -> None:
+    made = {"rows": [grid[:1]], "cols": [grid[1:]]} | ({"tile_fine_mask": np.ones(1, bool)} if is_fine else {})
+    own = SimpleNamespace(**TOKENS, global_image_tag="<global-img>")
+    theirs: Any = GraniteDoclingProcessor.replace_image_token
+    assert written("granite_docling", {"vision_config": {}}, made) == theirs(own, made, 0)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_command_a_vision_is_written_as_by_transformers(count: int) -> None:
+    made = {"num_patches": [count]}
+    own = SimpleNamespace(
+        patch_size=16,
+        boi_token="<|START_OF_IMG|>",
+        eoi_token="<|END_OF_IMG|>",
+        image_token="*",
+        img_line_break_token="<|IMG_LINE_BREAK|>",
+    )
+    theirs: Any = Cohere2VisionProcessor.replace_image_token
+    tower = {"vision_config": {"model_type": "siglip_vision_model", "image_size": 512, "patch_size": 16}}
+    assert written("cohere2_vision", tower | {"downsample_factor": 2}, made) == theirs(own, made, 0)
+
+
+def test_pictures_with_one_number_of_tokens_are_written_as_by_transformers() -> None:
+    own = SimpleNamespace(image_token="*", num_image_tokens=576)
+    theirs: Any = DeepseekVLProcessor.replace_image_token
+    tower = {"vision_config": {"model_type": "siglip_vision_model", "image_size": 384, "patch_size": 16}}
+    assert written("deepseek_vl", tower, {}) == theirs(own, {}, 0)
+    own, got = SimpleNamespace(image_token="*"), GotOcr2Processor  # type: SimpleNamespace, Any
+    pages = {"num_pages_per_batch": [1], "patch_indices": [1], "num_image_tokens": got.num_image_tokens}
+    assert got.images_kwargs["crop_to_patches"] is False
+    assert written("got_ocr2", {"vision_config": {}}, {}) == got.replace_image_token(
+        own, {"num_patches": [1]}, 0, **pages
+    )
 
 
 @pytest.mark.parametrize("mode", ["16x", "4x"])

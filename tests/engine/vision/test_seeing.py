@@ -18,7 +18,7 @@ import pytest
 from pydantic import ByteSize
 from vision_models import FAMILIES, make_vision_model, picture
 from vision_runs import requests_of, run
-from vision_truth import expected, reference
+from vision_truth import expected, first_logits, reference
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, ImageText, InferenceEngine
 from penstock.engine.paged.backend import PagedBackend
@@ -39,6 +39,7 @@ UNCOMPILED = {
     "lfm3_vl": "Lfm3VlForConditionalGeneration",
     "glm4v_moe": "Glm4vMoeForConditionalGeneration",
     "aya_vision": "AyaVisionForConditionalGeneration",
+    "cohere2_vision": "Cohere2VisionForConditionalGeneration",
 }
 all_families = pytest.mark.parametrize("family", FAMILIES)
 # One with plain positions, one with tokens between those of an image, one with three dimensions and deepstack.
@@ -120,6 +121,17 @@ def test_a_picture_is_seen_as_transformers_sees_it(family: str, start: Start, tr
         assert engine.model_info().slow_paths == (), "decoding is compiled, as for text"
 
 
+def test_scaled_logits_are_those_of_transformers(start: Start, reference_of: Callable[[str], Any]) -> None:
+    engine = start("granite_docling")
+    prompt, params = prompts(engine)[0], GREEDY.model_copy(update={"max_tokens": 3, "logprobs": 1})
+    (request,), processor = requests_of(engine, [prompt], params), engine.sight.processor
+    assert processor is not None
+    wanted = first_logits(reference_of("granite_docling"), request, processor, "granite_docling").log_softmax(-1)
+    output = engine.generate(prompt, params)
+    assert output.logprobs is not None
+    assert output.logprobs[0].logprob == pytest.approx(float(wanted[output.token_ids[0]]), abs=1e-4)
+
+
 @all_families
 def test_pieces_and_takeovers_change_nothing(family: str, config_of: ConfigOf, truth: Truth) -> None:
     requests, wanted = truth(family)
@@ -188,6 +200,7 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("got_ocr2", {}),
         ("qianfan_ocr", {}),
         ("deepseek_vl", {}),
+        ("cohere2_vision", {}),
     ],
 )
 def test_other_numbers_see_as_well(family: str, changes: dict[str, Any], start: Start) -> None:
