@@ -27,10 +27,12 @@ from .writing import (
     mutual_soft_tokens,
     no_grid,
     patches,
+    patches_and_side,
     pixtral_patch,
     rows_and_columns,
     rows_columns_and_route,
     shape,
+    sides_and_crops,
     sizes,
     sizes_and_count,
     soft_tokens,
@@ -42,6 +44,8 @@ from .writing import (
     write_internvl,
     write_lighton,
     write_llava,
+    write_merged,
+    write_ocr,
     write_patches,
     write_pixtral,
     write_siglip,
@@ -78,7 +82,8 @@ class Family(NamedTuple):
     last number of its grid is above 1 there. `mark` is the text by which a prompt says where an image stands, if it is
     no token. `numbers` makes the text before an image of its number in the prompt, given the image processor. `canvas`
     says where images lie if each of their tokens and marks has a position of its own. `sample` is the width and height
-    of a picture that shows how the model sees, without parts."""
+    of a picture that shows how the model sees, without parts. `crops` names the input with crops of a picture, each of
+    which is seen like a whole one, and before it, but for the feature that ends a picture."""
 
     grid: Callable[[Config, Mapping[str, Any]], Grid]
     write: Callable[[Config, Grid, str], str]
@@ -101,6 +106,7 @@ class Family(NamedTuple):
     numbers: Callable[[Any, int], str] | None = None
     canvas: Callable[[Config], Canvas] | None = None
     sample: tuple[int, int] = (64, 48)
+    crops: str = ""
 
 
 def family_of(config: Config) -> Family | None:
@@ -244,6 +250,21 @@ FAMILIES: dict[str, Family] = {
         tiles=0,
         may_be_blind=True,
         mark="<image>",
+    ),
+    "deepseek_ocr2": Family(
+        sides_and_crops,
+        write_ocr,
+        lambda _: {"crop_to_patches": True, "min_patches": 2, "max_patches": 6},
+        may_be_blind=True,
+        narrows=True,
+        crops="pixel_values_local",
+    ),
+    "video_llama_3": Family(
+        patches_and_side,
+        write_merged,
+        blocks=("vision_model.encoder.layers",),
+        may_be_blind=True,
+        bounded=bounds,
     ),
     "deepseek_vl": Family(no_grid, write_siglip, blocks=("vision_model.encoder.layers",), may_be_blind=True),
     "smolvlm": _TILES,

@@ -39,6 +39,7 @@ MOST_GRIDS = 4096  # images whose grids are remembered; a chat sends the same on
 _MODEL_INPUTS = (
     *("pixel_values", "pixel_attention_mask", "spatial_shapes", "target_sizes"),
     *("image_grid_thw", "image_sizes", "image_position_ids", "batch_num_images", "tile_fine_mask"),
+    *("image_merge_sizes", "pixel_values_local", "num_local_patches"),
 )
 
 
@@ -61,7 +62,7 @@ class VisionProcessor:
         self.merge = family.merge(config)
         self.canvas = None if family.canvas is None else family.canvas(config)
         self.is_rigid, self.tiles, self.blocks = family.is_rigid, family.tiles, family.blocks
-        self.narrows = family.narrows
+        self.narrows, self.crops = family.narrows, family.crops
 
     @classmethod
     def of(cls, path: Path) -> Self | None:

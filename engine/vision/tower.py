@@ -219,10 +219,13 @@ class Vision:
             inputs = self._to_device(arrays)
             yield from self._blocks.run(lambda: self._pass(inputs), self.budget)
             return
-        *parts, last = self._tiles(arrays)
+        crops = arrays.get(self.processor.crops, ())
+        *parts, last = [{"pixel_values": crop[None]} for crop in crops] or self._tiles(arrays)
+        if len(crops):
+            parts, last = [*parts, last], {"pixel_values": arrays["pixel_values"]}
         made = []
         for part in parts:
-            made.append(self._pass(self._to_device(part)))
+            made.append(self._pass(self._to_device(part))[:, : -1 if len(crops) else None])
             yield None
         yield torch.cat([*made, self._pass(self._to_device(last))], dim=1)
 
@@ -290,7 +293,7 @@ class Vision:
         made = {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
         if self.processor.narrows:
             dtype = next(one.dtype for name, one in self._body.named_parameters() if is_of_tower(name))
-            made["pixel_values"] = made["pixel_values"].to(dtype)
+            made |= {name: one.to(dtype) for name, one in made.items() if one.is_floating_point()}
         return made
 
     @property

@@ -103,6 +103,29 @@ def write_patches(config: Config, grid: Grid, mark: str) -> str:
     return mark * (time * height * width // merge_side(config) ** 2)
 
 
+def patches_and_side(config: Config, made: Mapping[str, Any]) -> Grid:
+    return *patches(config, made), int(made["image_merge_sizes"][0])
+
+
+def write_merged(config: Config, grid: Grid, mark: str) -> str:
+    """The last number of `grid` is the side of the square of patches that make one token."""
+    time, height, width, side = grid
+    return mark * (time * height * width // side**2)
+
+
+def sides_and_crops(_: Config, made: Mapping[str, Any]) -> Grid:
+    """How wide the whole is, and each crop, and how many crops there are."""
+    crops = int(made["num_local_patches"][0])
+    return int(made["pixel_values"][0].shape[-1]), int(made["pixel_values_local"][0].shape[-1]) if crops else 0, crops
+
+
+def write_ocr(config: Config, grid: Grid, mark: str) -> str:
+    """The crops, the whole, and a token that ends them."""
+    patch = 4 * side_of(tower_of(config).get("sam_config", {}).get("patch_size", 16))
+    whole, crop = ((-(-side // patch)) ** 2 for side in grid[:2])
+    return mark * (whole + crop * grid[2] + 1)
+
+
 def tile_count(_: Config, made: Mapping[str, Any]) -> Grid:
     return (int(made["num_patches"][0]),)
 

@@ -271,6 +271,53 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 32, "width": 32}, "max_patches": 4},
     ),
+    "deepseek_ocr2": (  # whose queries are as many as in the published model
+        ["<image>"],
+        {
+            "text_config": _TEXT
+            | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_shared_experts": 1}
+            | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+            "vision_config": {
+                "sam_config": {
+                    "hidden_size": 16,
+                    "output_channels": 8,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 2,
+                    "image_size": 48,
+                    "patch_size": 1,
+                    "window_size": 6,
+                    "global_attn_indexes": [],
+                    "downsample_channels": [8, 32],
+                    "initializer_range": 0.3,
+                },
+                "encoder_config": {
+                    "hidden_size": 32,
+                    "intermediate_size": 64,
+                    "num_hidden_layers": 1,
+                    "num_attention_heads": 2,
+                    "num_key_value_heads": 2,
+                    "initializer_range": 0.3,
+                },
+            },
+        },
+        {
+            "image_processor_type": "DeepseekOcr2ImageProcessor",
+            "size": {"height": 48, "width": 48},
+            "tile_size": 48,
+        },
+    ),
+    "video_llama_3": (
+        ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
+        {
+            "text_config": _TEXT | {"model_type": "qwen2"},
+            "vision_config": {name: value for name, value in _SIGLIP.items() if name != "image_size"}
+            | {"patch_size": 14},
+        },
+        {
+            "image_processor_type": "VideoLlama3ImageProcessor",
+            "size": {"shortest_edge": 56 * 56, "longest_edge": 84 * 84},
+        },
+    ),
     "deepseek_vl": (
         ["<image_placeholder>"],
         {

@@ -74,5 +74,5 @@ def _joined(images: Sequence[PromptImage], processor: VisionProcessor, family: s
         packed = np.concatenate([one.pop("pixel_values") for one in each], 3)
         sizes = np.concatenate([one["target_sizes"] for one in each])
         return {"pixel_values": torch.from_numpy(packed), "target_sizes": torch.from_numpy(sizes)}
-    whole = {name: [one[name] for one in each if name in one] for name in each[0]}
+    whole = {name: [one[name] for one in each if name in one] for name in {**each[0], **each[-1]}}
     return {name: torch.from_numpy(np.concatenate(arrays, axis)) for name, arrays in whole.items()}

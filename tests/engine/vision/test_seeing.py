@@ -40,6 +40,7 @@ UNCOMPILED = {
     "glm4v_moe": "Glm4vMoeForConditionalGeneration",
     "aya_vision": "AyaVisionForConditionalGeneration",
     "cohere2_vision": "Cohere2VisionForConditionalGeneration",
+    "deepseek_ocr2": "DeepseekOcr2ForConditionalGeneration",
 }
 all_families = pytest.mark.parametrize("family", FAMILIES)
 # One with plain positions, one with tokens between those of an image, one with three dimensions and deepstack.
@@ -201,6 +202,8 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("qianfan_ocr", {}),
         ("deepseek_vl", {}),
         ("cohere2_vision", {}),
+        ("deepseek_ocr2", {}),
+        ("video_llama_3", {}),
     ],
 )
 def test_other_numbers_see_as_well(family: str, changes: dict[str, Any], start: Start) -> None:
