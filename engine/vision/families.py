@@ -16,6 +16,7 @@ from .anyres import NEXT_SIZES, ONEVISION_SIZES, write_next, write_onevision
 from .bounds import bounds, budget, frame_bounds
 from .canvas import Canvas
 from .covering import CoveringProcessor, write_covering
+from .merging import MergingProcessor
 from .slices import image_number, slices, write_aya, write_slices
 from .tiling import TilingProcessor, write_tiles
 from .writing import (
@@ -26,10 +27,12 @@ from .writing import (
     merge_side,
     mutual_soft_tokens,
     no_grid,
+    ovis_marks,
     patches,
     patches_and_side,
     pixtral_patch,
     rows_and_columns,
+    rows_by_columns,
     rows_columns_and_route,
     shape,
     sides_and_crops,
@@ -46,6 +49,7 @@ from .writing import (
     write_llava,
     write_merged,
     write_ocr,
+    write_ovis,
     write_patches,
     write_pixtral,
     write_siglip,
@@ -83,7 +87,8 @@ class Family(NamedTuple):
     no token. `numbers` makes the text before an image of its number in the prompt, given the image processor. `canvas`
     says where images lie if each of their tokens and marks has a position of its own. `sample` is the width and height
     of a picture that shows how the model sees, without parts. `crops` names the input with crops of a picture, each of
-    which is seen like a whole one, and before it, but for the feature that ends a picture."""
+    which is seen like a whole one, and before it, but for the feature that ends a picture. `marks` are texts and ids
+    of tokens between those of an image that have features, too: the last rows of the tower's table, in this order."""
 
     grid: Callable[[Config, Mapping[str, Any]], Grid]
     write: Callable[[Config, Grid, str], str]
@@ -107,6 +112,7 @@ class Family(NamedTuple):
     canvas: Callable[[Config], Canvas] | None = None
     sample: tuple[int, int] = (64, 48)
     crops: str = ""
+    marks: Callable[[Config], Mapping[str, int]] = lambda _: {}
 
 
 def family_of(config: Config) -> Family | None:
@@ -115,7 +121,7 @@ def family_of(config: Config) -> Family | None:
     if kind in FAMILIES:
         if kind == "llava" and config.get("vision_config", {}).get("model_type") == "pixtral":
             return _PIXTRAL
-        if kind == "gemma4" and not config.get("vision_config"):  # its other parts may be missing
+        if kind in ("gemma4", "gemma4_unified") and not config.get("vision_config"):  # its other parts may be missing
             return None
         return FAMILIES[kind]
     return None
@@ -178,6 +184,15 @@ _MINICPM = Family(
     may_be_blind=True,
     numbers=image_number,
 )
+_GEMMA4 = Family(
+    soft_tokens,
+    lambda _, grid, mark: f"<|image>{mark * grid[0]}<image|>",
+    blocks=("vision_tower.encoder.layers",),
+    mutual=mutual_soft_tokens,
+    in_windows=True,
+    bounded=budget,
+    settings=_gemma4_settings,
+)
 FAMILIES: dict[str, Family] = {
     "gemma3": Family(
         crops,
@@ -191,15 +206,8 @@ FAMILIES: dict[str, Family] = {
             "pan_and_scan_min_ratio_to_activate": 1.2,
         },
     ),
-    "gemma4": Family(
-        soft_tokens,
-        lambda _, grid, mark: f"<|image>{mark * grid[0]}<image|>",
-        blocks=("vision_tower.encoder.layers",),
-        mutual=mutual_soft_tokens,
-        in_windows=True,
-        bounded=budget,
-        settings=_gemma4_settings,
-    ),
+    "gemma4": _GEMMA4,
+    "gemma4_unified": _GEMMA4._replace(blocks=(), prepares=MergingProcessor),
     "aya_vision": Family(
         tile_count,
         write_aya,
@@ -266,6 +274,14 @@ FAMILIES: dict[str, Family] = {
         may_be_blind=True,
         bounded=bounds,
     ),
+    "ovis2": Family(
+        rows_by_columns,
+        write_ovis,
+        tiles=0,
+        may_be_blind=True,
+        mark="<image>",
+        marks=ovis_marks,
+    ),
     "deepseek_vl": Family(no_grid, write_siglip, blocks=("vision_model.encoder.layers",), may_be_blind=True),
     "smolvlm": _TILES,
     "lfm2_vl": Family(
@@ -296,6 +312,7 @@ FAMILIES: dict[str, Family] = {
 _TOWERS = {
     *("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector", "embed_vision"),
     *("projector", "vision_encoder", "vision_projection", "image_newline", "merger", "density_router", "aligner"),
+    *("view_separator", "visual_embeddings_table"),
 }
 HEARING = {"audio_tower", "embed_audio"}
 """Modules' names, too."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...schemas.errors import ModelLoadError
 from .bounds import BUDGETS
 
+OVIS_MARKS = "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"
 Config = Mapping[str, Any]
 Grid = tuple[int, ...]
 
@@ -126,6 +128,29 @@ def write_ocr(config: Config, grid: Grid, mark: str) -> str:
     return mark * (whole + crop * grid[2] + 1)
 
 
+def rows_by_columns(_: Config, made: Mapping[str, Any]) -> Grid:
+    rows, columns = made["grids"][0]
+    return int(rows), int(columns)
+
+
+def write_ovis(config: Config, grid: Grid, mark: str) -> str:
+    """The whole, and the tiles row by row, with `OVIS_MARKS` around and between them. Raises `ModelLoadError`."""
+    tower, (rows, columns) = tower_of(config), grid
+    if (found := tower.get("tokenize_function", "softmax")) not in ("softmax", "st_argmax"):
+        raise ModelLoadError(
+            f"config.json has tokenize_function {found!r}, by which an image looks different each time"
+        )
+    side = side_of(tower.get("image_size", 224)) // side_of(tower.get("patch_size", 14))
+    tile = mark * (-(-side // int(tower.get("hidden_stride", 1)))) ** 2
+    start, whole, between, under, end = OVIS_MARKS
+    tiles = under.join([between.join([tile] * columns)] * rows) if rows * columns > 1 else ""
+    return f"{start}{tile}{whole}{tiles}{end}"
+
+
+def ovis_marks(config: Config) -> dict[str, int]:
+    return dict(zip(OVIS_MARKS, config["visual_indicator_token_ids"], strict=True))
+
+
 def tile_count(_: Config, made: Mapping[str, Any]) -> Grid:
     return (int(made["num_patches"][0]),)
 
@@ -181,4 +206,6 @@ def soft_tokens(_: Config, made: Mapping[str, Any]) -> Grid:
 
 def mutual_soft_tokens(config: Config) -> int:
     """E2B and E4B see images causally."""
-    return BUDGETS[-1] if config.get("text_config", {}).get("use_bidirectional_attention") == "vision" else 0
+    default = "vision" if config.get("model_type") == "gemma4_unified" else None
+    found = config.get("text_config", {}).get("use_bidirectional_attention", default)
+    return BUDGETS[-1] if found == "vision" else 0

@@ -315,7 +315,23 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {
             "image_processor_type": "VideoLlama3ImageProcessor",
-            "size": {"shortest_edge": 56 * 56, "longest_edge": 84 * 84},
+            "size": {"shortest_edge": 56 * 56, "longest_edge": 112 * 112},
+        },
+    ),
+    "ovis2": (  # whose marks between tiles have features, too
+        ["<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"],
+        {
+            "text_config": _TEXT | {"model_type": "qwen2"},
+            "vision_config": {**_SIGLIP, "hidden_stride": 2, "vocab_size": 48},
+            "hidden_size": 64,
+            "vocab_size": 640,
+            "tie_word_embeddings": False,
+        },
+        {
+            "image_processor_type": "Ovis2ImageProcessor",
+            "size": {"height": 32, "width": 32},
+            "crop_to_patches": True,
+            "max_patches": 4,
         },
     ),
     "deepseek_vl": (
@@ -588,6 +604,24 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         _GEMMA4_PROCESSOR,
     ),
+    "gemma4_unified": (  # as 12B, which has no tower
+        ["<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>"],
+        {
+            "text_config": {name: value for name, value in _GEMMA4.items() if "per_layer" not in name}
+            | {"model_type": "gemma4_unified_text", "use_bidirectional_attention": "vision", "attention_k_eq_v": True},
+            "vision_config": {
+                "patch_size": 4,
+                "pooling_kernel_size": 2,
+                "mm_embed_dim": 64,
+                "mm_posemb_size": 80,
+                "output_proj_dims": 64,
+                "initializer_range": 0.3,
+            },
+            "audio_config": None,
+            "tie_word_embeddings": False,
+        },
+        _GEMMA4_PROCESSOR | {"image_processor_type": "Gemma4UnifiedImageProcessor"},
+    ),
     "mistral3": (
         ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
         {
@@ -626,7 +660,7 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
     tokenizer = tiny_model._train_tokenizer(512)
     tokenizer.add_special_tokens({"additional_special_tokens": marks}, replace_extra_special_tokens=False)
     written = f"<|vision_start|>{marks[0]}<|vision_end|>" if "<|vision_start|>" in marks else marks[family == "gemma3"]
-    if family in ("aya_vision", "qianfan_ocr"):
+    if family in ("aya_vision", "qianfan_ocr", "ovis2"):
         written = "<image>"
     tokenizer.chat_template = _TEMPLATE.replace("MARK", written)
     end = tokenizer.eos_token_id
@@ -639,12 +673,14 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
             own |= dict(zip(names, ids[1:5], strict=True)) | {"newline_id": tokenizer.encode("\n")[0]}
     elif "<|video_pad|>" in marks:
         own |= {"vision_start_token_id": ids[1], "vision_end_token_id": ids[2], "video_token_id": ids[3]}
-    if family in ("gemma4", "gemma4_e"):
+    if family in ("gemma4", "gemma4_e", "gemma4_unified"):
         own |= {"boi_token_id": ids[1], "eoi_token_id": ids[2], "video_token_id": ids[3], "audio_token_id": ids[4]}
     if family == "gemma3":
         own |= {"boi_token_index": ids[1], "eoi_token_index": ids[2]}
     if family in ("glm4v", "glm4v_moe", "glm46v", "glm_ocr"):
         own |= {"image_start_token_id": ids[1], "image_end_token_id": ids[2], "video_token_id": ids[3]}
+    if family == "ovis2":
+        own |= {"visual_indicator_token_ids": ids[1:]}
     if family == "llava_onevision":
         own = {"image_token_index": ids[0], "video_token_index": ids[1]}
     if family in ("llava", "llava_next", "granite_vision", "vipllava", "aya_vision", "mistral3", "got_ocr2"):

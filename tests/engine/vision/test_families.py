@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
 from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
+from transformers.models.deepseek_ocr2.processing_deepseek_ocr2 import DeepseekOcr2Processor
 from transformers.models.deepseek_vl.processing_deepseek_vl import DeepseekVLProcessor
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+from transformers.models.gemma4_unified.processing_gemma4_unified import Gemma4UnifiedProcessor
 from transformers.models.glm4v.modeling_glm4v import Glm4vModel
 from transformers.models.got_ocr2.processing_got_ocr2 import GotOcr2Processor
 from transformers.models.granite_docling.processing_granite_docling import GraniteDoclingProcessor
@@ -28,10 +30,12 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.lighton_ocr.processing_lighton_ocr import LightOnOcrProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
+from transformers.models.ovis2.processing_ovis2 import Ovis2Processor
 from transformers.models.qianfan_ocr.processing_qianfan_ocr import QianfanOCRProcessor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
+from transformers.models.video_llama_3.processing_video_llama_3 import VideoLlama3Processor
 
 from penstock.engine import EngineRequest, GenerationParams
 from penstock.engine.models import read_model_info
@@ -129,12 +133,13 @@ def test_gemma_is_written_as_by_transformers(crops: int) -> None:
     assert written("gemma3", {"mm_tokens_per_image": 4}, made) == theirs(own, made, 0)
 
 
+@pytest.mark.parametrize(("kind", "theirs"), [("gemma4", Gemma4Processor), ("gemma4_unified", Gemma4UnifiedProcessor)])
 @pytest.mark.parametrize("count", [1, 66])
-def test_gemma_4_is_written_as_by_transformers(count: int) -> None:
+def test_gemma_4_is_written_as_by_transformers(kind: str, theirs: Any, count: int) -> None:
     made = {"num_soft_tokens_per_image": [count]}
     own = SimpleNamespace(boi_token="<|image>", image_token="*", eoi_token="<image|>")
-    theirs: Any = Gemma4Processor.replace_image_token
-    assert written("gemma4", {"vision_config": {"patch_size": 16}}, made) == theirs(own, made, 0)
+    wanted = theirs.replace_image_token(own, made, 0)
+    assert written(kind, {"vision_config": {"patch_size": 16}}, made) == wanted
 
 
 @pytest.mark.parametrize(
@@ -159,8 +164,9 @@ def test_gemma_4_takes_as_many_tokens_as_its_bounds_allow(fewest: int | None, mo
 
 
 def test_a_gemma_4_without_a_tower_takes_text_alone() -> None:
-    config: dict[str, Any] = {"model_type": "gemma4", "vision_config": None, "text_config": {}}
-    assert family_of(config) is None
+    for kind in ("gemma4", "gemma4_unified"):
+        config: dict[str, Any] = {"model_type": kind, "vision_config": None, "text_config": {}}
+        assert family_of(config) is None
 
 
 @pytest.mark.parametrize(("kind", "theirs"), [("internvl", InternVLProcessor), ("qianfan_ocr", QianfanOCRProcessor)])
@@ -328,6 +334,38 @@ def test_pictures_with_one_number_of_tokens_are_written_as_by_transformers() -> 
     assert written("got_ocr2", {"vision_config": {}}, {}) == got.replace_image_token(
         own, {"num_patches": [1]}, 0, **pages
     )
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (1, 2), (3, 2)])
+def test_ovis_is_written_as_by_transformers(grid: tuple[int, int]) -> None:
+    made = {"grids": np.array([grid])}
+    family, config = FAMILIES["ovis2"], {"vision_config": {"image_size": 448, "patch_size": 14, "hidden_stride": 2}}
+    theirs: Any = Ovis2Processor.replace_image_token
+    wanted = theirs(SimpleNamespace(image_seq_length=256), made, 0)
+    assert family.write(config, family.grid(config, made), "<IMG_ATOM>") == wanted
+    other: Any = {"vision_config": {"tokenize_function": "gumbel_argmax"}}
+    with pytest.raises(ModelLoadError, match="'gumbel_argmax', by which an image looks different each time"):
+        family.write(other, grid, "*")
+
+
+@pytest.mark.parametrize(("crops", "tokens"), [(0, 257), (6, 1121)])
+def test_whole_and_crops_are_counted_as_by_transformers(crops: int, tokens: int) -> None:
+    made = {"num_local_patches": [crops], "pixel_values": np.zeros((1, 3, 1024, 1024), np.uint8)}
+    made |= {"pixel_values_local": np.zeros((crops, 3, 768, 768), np.uint8)} if crops else {}
+    images = SimpleNamespace(size={"height": 1024, "width": 1024}, tile_size=768)
+    own = SimpleNamespace(image_token="*", patch_size=16, downsample_ratio=4, image_processor=images)
+    theirs: Any = DeepseekOcr2Processor.replace_image_token
+    found = written("deepseek_ocr2", {"vision_config": {"sam_config": {}}}, made)
+    assert found == theirs(own, made, 0) == "*" * tokens
+    assert FAMILIES["deepseek_ocr2"].options({}) == DeepseekOcr2Processor.images_kwargs
+
+
+@pytest.mark.parametrize("side", [1, 2])
+def test_merged_patches_are_counted_as_by_transformers(side: int) -> None:
+    made = {"image_grid_thw": np.array([(1, 4, 6)]), "image_merge_sizes": np.array([side])}
+    own = SimpleNamespace(image_token="*", image_processor=SimpleNamespace(merge_size=side))
+    theirs: Any = VideoLlama3Processor.replace_image_token
+    assert written("video_llama_3", {"vision_config": {}}, made) == theirs(own, made, 0)
 
 
 @pytest.mark.parametrize("mode", ["16x", "4x"])

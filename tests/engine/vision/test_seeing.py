@@ -50,7 +50,7 @@ some_families = pytest.mark.parametrize(
     "family",
     [
         *("llava", "smolvlm", "qwen3_vl", "gemma3", "gemma4", "gemma4_e", "qwen3_5", "lfm2_vl", "lfm3_vl", "glm4v"),
-        *("llava_onevision", "minicpmv4_7"),
+        *("llava_onevision", "minicpmv4_7", "ovis2"),
     ],
 )
 
@@ -182,6 +182,7 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("qwen3_5_moe", {}),
         ("gemma3", {"quantization": "int4"}),
         ("gemma4", {}),
+        ("gemma4_unified", {"quantization": "int4"}),
         ("gemma4_e", {"quantization": "int8"}),
         ("lfm2_vl", {}),
         ("lfm2_vl", {"quantization": "int4"}),
@@ -204,6 +205,7 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("cohere2_vision", {}),
         ("deepseek_ocr2", {}),
         ("video_llama_3", {}),
+        ("ovis2", {}),
     ],
 )
 def test_other_numbers_see_as_well(family: str, changes: dict[str, Any], start: Start) -> None:
@@ -286,14 +288,15 @@ def test_a_model_that_sees_in_another_way_is_refused(
         InferenceEngine(config)
 
 
-def test_gemma_4_shows_more_or_fewer_tokens(start: Start, reference_of: Callable[[str], Any]) -> None:
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_unified"])
+def test_gemma_4_shows_more_or_fewer_tokens(family: str, start: Start, reference_of: Callable[[str], Any]) -> None:
     """Within the numbers that its processor knows; each in turn as by transformers."""
     for changes, most in (({"min_pixels": 71 * 64}, 140), ({"max_pixels": 200 * 64, "min_pixels": 10_000}, 140)):
-        engine = start("gemma4", **changes)
+        engine = start(family, **changes)
         prompt = ImageText(f"{engine.image_mark} Well?", (picture(160, 90),))
         (request,), processor = requests_of(engine, [prompt], GREEDY), engine.sight.processor
         assert processor is not None and 70 < request.images[0].length <= most
-        wanted = expected(reference_of("gemma4"), request, processor, "gemma4", COUNT)
+        wanted = expected(reference_of(family), request, processor, family, COUNT)
         assert engine.generate(prompt, GREEDY).token_ids == wanted
 
 
@@ -308,14 +311,20 @@ def test_the_images_of_a_prompt_are_numbered_where_the_model_wants_it(family: st
     assert begins == ["<image>" if family == "minicpmv4_7" else "<|image_pad|>"] * 2, "from the first unlike text on"
 
 
-@pytest.mark.parametrize("family", ["llava", "llava_next", "qwen2_5_vl", "internvl", "lfm2_vl", "lfm3_vl", "glm4v"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("llava", "llava_next", "qwen2_5_vl", "internvl", "lfm2_vl", "lfm3_vl", "glm4v", "granite_docling"),
+        *("cohere2_vision", "video_llama_3", "ovis2"),
+    ],
+)
 def test_pixels_are_bounded(family: str, start: Start) -> None:
     few, many = start(family, max_pixels=56 * 56), start(family)
     prompt = ImageText(f"{few.image_mark} Well?", (picture(160, 90),))
     (small,), (large,) = (requests_of(engine, [prompt], GREEDY) for engine in (few, many))
     assert len(small.prompt) <= len(large.prompt)
     assert few.generate(prompt, GREEDY).token_ids != many.generate(prompt, GREEDY).token_ids
-    if family in ("qwen2_5_vl", "lfm3_vl", "glm4v"):
+    if family in ("qwen2_5_vl", "lfm3_vl", "glm4v", "video_llama_3"):
         assert len(small.prompt) < len(large.prompt)
         assert small.images[0].grid[1] * small.images[0].grid[2] * 14 * 14 <= 56 * 56
         least = start(family, min_pixels=84 * 112)

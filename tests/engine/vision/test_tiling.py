@@ -1,4 +1,4 @@
-"""How pictures of LFM2-VL and Command A Vision are cut up and written, against transformers' own processors.
+"""How pictures of LFM2-VL, Command A Vision and Gemma 4 12B are cut up, against transformers' own processors.
 
 Those want torchvision, of which they use three functions; here they are torch's, which torchvision calls.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,8 +22,11 @@ from PIL import Image
 from transformers import image_processing_backends
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 
+from penstock.engine.vision.bounds import budget
 from penstock.engine.vision.covering import CoveringProcessor
 from penstock.engine.vision.families import FAMILIES
+from penstock.engine.vision.merging import MergingProcessor
+from penstock.engine.vision.numbers import RESAMPLING
 from penstock.engine.vision.tiling import TilingProcessor
 from penstock.schemas.errors import ModelLoadError
 
@@ -32,8 +35,11 @@ COVER: dict[str, Any] = {"size": {"height": 32, "width": 32}, "max_patches": 4}
 Save = Callable[..., TilingProcessor]
 
 
-def resize(image: torch.Tensor, size: tuple[int, int], interpolation: str, antialias: bool) -> torch.Tensor:
-    return torch.nn.functional.interpolate(image, size, mode=interpolation, antialias=antialias)
+def resize(image: torch.Tensor, size: Sequence[int], interpolation: Any, antialias: bool) -> torch.Tensor:
+    if image.ndim == 3:
+        return resize(image[None], size, interpolation, antialias)[0]
+    mode = RESAMPLING.get(interpolation, interpolation)  # torchvision takes Pillow's numbers, too
+    return torch.nn.functional.interpolate(image, size, mode=mode, antialias=antialias)
 
 
 def normalize(image: torch.Tensor, mean: Any, std: Any, inplace: bool) -> torch.Tensor:
@@ -73,6 +79,13 @@ def theirs(processors: Callable[[str], Any]) -> Callable[..., Any]:
 def covering(processors: Callable[[str], Any]) -> Callable[..., Any]:
     """Makes that of Command A Vision."""
     made: Callable[..., Any] = processors("cohere2_vision").Cohere2VisionImageProcessor
+    return made
+
+
+@pytest.fixture(scope="module")
+def merging(processors: Callable[[str], Any]) -> Callable[..., Any]:
+    """Makes that of Gemma 4 12B."""
+    made: Callable[..., Any] = processors("gemma4_unified").Gemma4UnifiedImageProcessor
     return made
 
 
@@ -208,3 +221,28 @@ def test_settings_with_which_nothing_can_be_covered_are_named(given: dict[str, A
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
     with pytest.raises(ModelLoadError, match="height and width, resample be one of 2, 3, and do_resize true"):
         CoveringProcessor(tmp_path)
+
+
+@pytest.mark.parametrize("size", [(8, 9), (60, 40), (41, 90), (300, 9), (5, 700), (64, 64)])
+@pytest.mark.parametrize(
+    "given", [{}, {"do_normalize": True, "image_mean": [0.4, 0.5, 0.6], "resample": 2}, {"pooling_kernel_size": 3}]
+)
+def test_squares_are_cut_as_by_transformers(
+    given: dict[str, Any], size: tuple[int, int], merging: Callable[..., Any], tmp_path: Path
+) -> None:
+    picture, given = noise(*size), {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70} | given
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
+    own = MergingProcessor(tmp_path)
+    for most in (70, 140):
+        wanted = merging(**given)(images=[picture], max_soft_tokens=most, return_tensors="pt")
+        made = own(images=[picture], **budget(own, most * (4 * given["pooling_kernel_size"]) ** 2, None))
+        assert [*made["num_soft_tokens_per_image"]] == [*wanted["num_soft_tokens_per_image"]]
+        for name in ("pixel_values", "image_position_ids"):
+            assert np.array_equal(made[name], wanted[name].numpy())
+
+
+@pytest.mark.parametrize("given", [{"max_soft_tokens": 71}, {"resample": 0}, {"do_resize": False}])
+def test_settings_with_which_no_squares_can_be_cut_are_named(given: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
+    with pytest.raises(ModelLoadError, match="must be one of 70, 140, 280, 560, 1120, resample one of 2, 3, and do_re"):
+        MergingProcessor(tmp_path)
