@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
 from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
 from transformers.models.deepseek_ocr2.processing_deepseek_ocr2 import DeepseekOcr2Processor
@@ -44,7 +45,8 @@ from penstock.engine.vision.families import FAMILIES, family_of, image_token, wh
 from penstock.engine.vision.images import PromptImage, marks
 from penstock.engine.vision.layout import ImageLayout
 from penstock.engine.vision.sight import load_sight
-from penstock.schemas.errors import ModelLoadError
+from penstock.schemas.errors import InvalidRequest, ModelLoadError
+from penstock.schemas.openai.chat import ChatMessage
 
 TILES: dict[str, Any] = {"vision_config": {"image_size": 512, "patch_size": 16}, "scale_factor": 4}
 QWEN: dict[str, Any] = {"vision_config": {"spatial_merge_size": 2}}
@@ -270,6 +272,26 @@ def test_other_models_take_text_alone(tmp_path: Path) -> None:
     assert load_sight(str(tmp_path), "hf").processor is None
 
 
+SEEN_BY_OTHERS = sorted({*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES} - {*FAMILIES})
+
+
+@pytest.mark.parametrize("kind", [*SEEN_BY_OTHERS, "ovis2"])
+def test_an_image_for_a_model_that_takes_text_alone_is_refused(kind: str, tmp_path: Path) -> None:
+    """Whether transformers could show it one or not; a family that sees lacks its image processor here."""
+    sizes = {"vocab_size": 9, "max_position_embeddings": 64}
+    config = {"model_type": kind, "vision_config": {}, "text_config": sizes, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert not read_model_info(tmp_path, "m").sees
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    message = ChatMessage.model_validate({"role": "user", "content": [image]})
+    with pytest.raises(InvalidRequest, match=r"^m takes text alone.*; leave the image out, or ask") as refusal:
+        load_sight(str(tmp_path), "paged").look([message], "m", {})
+    assert (refusal.value.code, refusal.value.param) == (
+        "unsupported_capability",
+        "messages[0].content[0].image_url.url",
+    )
+
+
 @pytest.mark.parametrize("count", [1, 4])
 def test_aya_vision_is_written_as_by_transformers(count: int) -> None:
     made = {"num_patches": [count]}
@@ -328,7 +350,7 @@ def test_pictures_with_one_number_of_tokens_are_written_as_by_transformers() -> 
     theirs: Any = DeepseekVLProcessor.replace_image_token
     tower = {"vision_config": {"model_type": "siglip_vision_model", "image_size": 384, "patch_size": 16}}
     assert written("deepseek_vl", tower, {}) == theirs(own, {}, 0)
-    own, got = SimpleNamespace(image_token="*"), GotOcr2Processor  # type: SimpleNamespace, Any
+    got: Any = GotOcr2Processor
     pages = {"num_pages_per_batch": [1], "patch_indices": [1], "num_image_tokens": got.num_image_tokens}
     assert got.images_kwargs["crop_to_patches"] is False
     assert written("got_ocr2", {"vision_config": {}}, {}) == got.replace_image_token(
