@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tokenizers.processors import TemplateProcessing
 from vision_models import FAMILIES, make_vision_model, picture
 
 from penstock.engine.preparing.prepare import load_preparer
@@ -103,3 +105,38 @@ def test_a_chat_becomes_the_prompt_of_transformers_own_processor(
         found = [own.inputs(image)["pixel_values"] for image in prepared.images]
         axis = 1 if family == "granite_docling" else 0
         assert torch.equal(torch.from_numpy(np.concatenate(found, axis)), wanted["pixel_values"])
+
+
+@pytest.mark.parametrize("template", ["", "{{ bos_token }}"])
+def test_a_chat_begins_as_with_transformers_own_processor(
+    template: str, directory_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Which lets the tokenizer begin it where the template does not."""
+    import transformers
+
+    library, own = transformers, directory_of("deepseek_vl")  # type: Any, Path
+    tokenizer = library.AutoTokenizer.from_pretrained(own)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    begin = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = begin
+    tokenizer.chat_template = template + tokenizer.chat_template
+    tokenizer.save_pretrained(tmp_path)
+    for name in ("config.json", "preprocessor_config.json"):
+        shutil.copy(own / name, tmp_path)
+    tokenizer = library.AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.image_token = "<image_placeholder>"
+    images = library.AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    told = {"num_image_tokens": 16, "chat_template": tokenizer.chat_template}
+    theirs = library.DeepseekVLProcessor(images, tokenizer, **told)
+    preparer = load_preparer(str(tmp_path), "paged", "none", "none")
+    for files in ([], [picture()]):
+        shown = [{"type": "image", "image": Image.open(io.BytesIO(file))} for file in files]
+        messages = [{"role": "user", "content": [*shown, {"type": "text", "text": WORDS}]}]
+        wanted = theirs.apply_chat_template(messages, tokenize=True, return_dict=True, add_generation_prompt=True)
+        prepared = preparer.prepare(chat(files, WORDS), context_length=3000, name="m", seed=1)
+        assert [*prepared.prompts[0]] == torch.as_tensor(wanted["input_ids"]).flatten().tolist()
+        assert prepared.prompts[0][:2].count(tokenizer.bos_token_id) == 1
+        assert all(
+            prepared.prompts[0][one.offset] == preparer.tokenizer.vocabulary["<image_placeholder>"]
+            for one in prepared.images
+        )
