@@ -20,6 +20,7 @@ from .merging import MergingProcessor
 from .slices import image_number, slices, write_aya, write_slices
 from .tiling import TilingProcessor, write_tiles
 from .writing import (
+    JANUS_OPENING,
     Config,
     Grid,
     crops,
@@ -45,6 +46,7 @@ from .writing import (
     write_gemma,
     write_got,
     write_internvl,
+    write_janus,
     write_lighton,
     write_llava,
     write_merged,
@@ -88,7 +90,8 @@ class Family(NamedTuple):
     says where images lie if each of their tokens and marks has a position of its own. `sample` is the width and height
     of a picture that shows how the model sees, without parts. `crops` names the input with crops of a picture, each of
     which is seen like a whole one, and before it, but for the feature that ends a picture. `marks` are texts and ids
-    of tokens between those of an image that have features, too: the last rows of the tower's table, in this order."""
+    of tokens between those of an image that have features, too: the last rows of the tower's table, in this order.
+    `opening` is a text before each chat, where the processor's file asks for a default system prompt."""
 
     grid: Callable[[Config, Mapping[str, Any]], Grid]
     write: Callable[[Config, Grid, str], str]
@@ -113,6 +116,7 @@ class Family(NamedTuple):
     sample: tuple[int, int] = (64, 48)
     crops: str = ""
     marks: Callable[[Config], Mapping[str, int]] = lambda _: {}
+    opening: str = ""
 
 
 def family_of(config: Config) -> Family | None:
@@ -145,8 +149,9 @@ def language_model_of(body: Any) -> Any:
 
 
 def is_unused(name: str) -> bool:
-    """Whether a weight of this name belongs to what makes features of sounds, which is dropped once it is loaded."""
-    return not HEARING.isdisjoint(name.split("."))
+    """Whether a weight of this name belongs to what makes features of sounds, or pictures, which is dropped once it is
+    loaded."""
+    return not UNUSED.isdisjoint(name.split("."))
 
 
 def is_of_tower(name: str) -> bool:
@@ -282,6 +287,13 @@ FAMILIES: dict[str, Family] = {
         mark="<image>",
         marks=ovis_marks,
     ),
+    "janus": Family(
+        no_grid,
+        write_janus,
+        blocks=("vision_model.encoder.layers",),
+        may_be_blind=True,
+        opening=JANUS_OPENING,
+    ),
     "deepseek_vl": Family(no_grid, write_siglip, blocks=("vision_model.encoder.layers",), may_be_blind=True),
     "smolvlm": _TILES,
     "lfm2_vl": Family(
@@ -314,7 +326,7 @@ _TOWERS = {
     *("projector", "vision_encoder", "vision_projection", "image_newline", "merger", "density_router", "aligner"),
     *("view_separator", "visual_embeddings_table"),
 }
-HEARING = {"audio_tower", "embed_audio"}
+UNUSED = {"audio_tower", "embed_audio", "vqmodel", "generation_embeddings", "generation_aligner", "generation_head"}
 """Modules' names, too."""
 SCALING = {"granite_docling"}
 """Those whose heads divide logits by the `logits_scaling` of their text_config, as Granite's do alone."""

@@ -79,6 +79,13 @@ class VisionProcessor:
         family = seeing_family(path, config)
         return None if family is None else cls(path, config, family)
 
+    @cached_property
+    def opening(self) -> str:
+        """The text before each chat."""
+        file = self._path / PROCESSORS[1]
+        asks = self._family.opening and file.is_file() and read_json(file).get("use_default_system_prompt")
+        return self._family.opening if asks else ""
+
     @property
     def types(self) -> str:
         """The name under which transformers' model takes which tokens stand for images; empty if it need not know."""

@@ -62,6 +62,7 @@ class Sight:
         of LLaVA 1.5 and DeepSeek-VL; its tokenizers, which models of text have alone, never do.
         """
         adds = self.processor is not None and not _is_begun(text, tokenizer)
+        text = (self.processor.opening if self.processor else "") + text
         if self.processor is None or not given:
             ids = encode_within(tokenizer, text, context_length, "messages", add_special_tokens=adds)
             return ImagePrompt(ids, ())

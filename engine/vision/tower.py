@@ -21,7 +21,7 @@ from torch.backends import cudnn
 from ...schemas.errors import ModelLoadError
 from ..request import EngineRequest
 from .blocks import Blocks
-from .families import HEARING, SCALING, is_of_tower, language_model_of
+from .families import SCALING, UNUSED, is_of_tower, language_model_of
 from .features import ORDER, arranged, passes, stacked
 from .images import Key, PromptImage
 from .layout import ImageLayout, Placed
@@ -340,7 +340,7 @@ def split(model: Any, processor: VisionProcessor) -> LanguageModel:
     body = model.model
     text = language_model_of(body)
     head = model.get_output_embeddings()
-    for name in HEARING:
+    for name in UNUSED:
         if hasattr(body, name):
             setattr(body, name, None)
     if text is None or head is None or not hasattr(body, "get_image_features"):

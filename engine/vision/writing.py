@@ -12,6 +12,11 @@ from ...schemas.errors import ModelLoadError
 from .bounds import BUDGETS
 
 OVIS_MARKS = "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"
+JANUS_OPENING = (
+    "You are a helpful language and vision assistant. You are able to understand the visual content that the user "
+    "provides, and assist the user with a variety of tasks using natural language.\n\n"
+)
+_JANUS = {"image_size": 384, "patch_size": 16}
 Config = Mapping[str, Any]
 Grid = tuple[int, ...]
 
@@ -84,6 +89,11 @@ def write_got(config: Config, grid: Grid, mark: str) -> str:
     tower = tower_of(config)
     side = side_of(tower.get("image_size", 1024)) // side_of(tower.get("patch_size", 16))
     return mark * (-(-side // 4)) ** 2
+
+
+def write_janus(config: Config, grid: Grid, mark: str) -> str:
+    shown = write_siglip({**config, "vision_config": {**_JANUS, **tower_of(config)}}, grid, mark)
+    return f"<begin_of_image>{shown}<end_of_image>"
 
 
 def write_siglip(config: Config, grid: Grid, mark: str) -> str:

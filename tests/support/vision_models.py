@@ -334,6 +334,25 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
             "max_patches": 4,
         },
     ),
+    "janus": (  # whose other half makes pictures
+        ["<image_placeholder>", "<begin_of_image>", "<end_of_image>"],
+        {
+            "text_config": _TEXT | {"model_type": "llama"},
+            "vision_config": _SIGLIP | {"projection_dim": 64, "mlp_ratio": 2.0},
+            "vq_config": {
+                "embed_dim": 8,
+                "num_embeddings": 16,
+                "latent_channels": 32,
+                "base_channels": 32,
+                "channel_multiplier": [1, 1],
+                "num_res_blocks": 1,
+                "projection_dim": 64,
+                "image_token_embed_dim": 64,
+            },
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "JanusImageProcessor", "size": {"height": 32, "width": 32}},
+    ),
     "deepseek_vl": (
         ["<image_placeholder>"],
         {

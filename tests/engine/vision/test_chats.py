@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -32,6 +33,11 @@ TOLD: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     ),
     "deepseek_vl": ("DeepseekVLProcessor", {"num_image_tokens": 16}, {"image_token": "<image_placeholder>"}),
     "deepseek_ocr2": ("DeepseekOcr2Processor", {"patch_size": 1}, {}),
+    "janus": (
+        "JanusProcessor",
+        {"num_image_tokens": 16, "use_default_system_prompt": True},
+        {"image_token": "<image_placeholder>", "boi_token": "<begin_of_image>", "eoi_token": "<end_of_image>"},
+    ),
     "ovis2": ("Ovis2Processor", {"image_seq_length": 4}, {}),
 }
 DOCS = Path(__file__).parents[3] / "docs/images.md"
@@ -91,6 +97,8 @@ def test_a_chat_becomes_the_prompt_of_transformers_own_processor(
         setattr(tokenizer, f"{attribute}_id", tokenizer.convert_tokens_to_ids(token))
     images = library.AutoImageProcessor.from_pretrained(directory, backend="pil")
     theirs = getattr(library, name)(images, tokenizer, **told)
+    if "use_default_system_prompt" in told:
+        (directory / "processor_config.json").write_text(json.dumps(told))
     preparer, own = load_preparer(str(directory), "paged", "none", "none"), VisionProcessor.of(directory)
     assert own is not None and {*FAMILIES[family][0]} <= {*tokenizer.get_vocab()}
     for files in ([picture()], [picture(80, 30, 1), picture(40, 90, 2)]):

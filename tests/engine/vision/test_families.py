@@ -28,6 +28,7 @@ from transformers.models.got_ocr2.processing_got_ocr2 import GotOcr2Processor
 from transformers.models.granite_docling.processing_granite_docling import GraniteDoclingProcessor
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.janus.processing_janus import DEFAULT_SYSTEM_PROMPT, JanusProcessor
 from transformers.models.lighton_ocr.processing_lighton_ocr import LightOnOcrProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
@@ -350,6 +351,10 @@ def test_pictures_with_one_number_of_tokens_are_written_as_by_transformers() -> 
     theirs: Any = DeepseekVLProcessor.replace_image_token
     tower = {"vision_config": {"model_type": "siglip_vision_model", "image_size": 384, "patch_size": 16}}
     assert written("deepseek_vl", tower, {}) == theirs(own, {}, 0)
+    own.image_start_token, own.image_end_token = "<begin_of_image>", "<end_of_image>"
+    janus: Any = JanusProcessor
+    assert written("janus", {"vision_config": {}}, {}) == janus.replace_image_token(own, {}, 0)
+    assert FAMILIES["janus"].opening == DEFAULT_SYSTEM_PROMPT
     got: Any = GotOcr2Processor
     pages = {"num_pages_per_batch": [1], "patch_indices": [1], "num_image_tokens": got.num_image_tokens}
     assert got.images_kwargs["crop_to_patches"] is False

@@ -206,6 +206,7 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("deepseek_ocr2", {}),
         ("video_llama_3", {}),
         ("ovis2", {}),
+        ("janus", {}),
     ],
 )
 def test_other_numbers_see_as_well(family: str, changes: dict[str, Any], start: Start) -> None:
