@@ -25,6 +25,7 @@ from .writing import (
     Grid,
     crops,
     gemma_tokens,
+    join_idefics2,
     merge_side,
     mutual_soft_tokens,
     no_grid,
@@ -42,9 +43,11 @@ from .writing import (
     soft_tokens,
     tile_count,
     tower_of,
+    views,
     write_docling,
     write_gemma,
     write_got,
+    write_idefics2,
     write_internvl,
     write_janus,
     write_lighton,
@@ -91,7 +94,8 @@ class Family(NamedTuple):
     of a picture that shows how the model sees, without parts. `crops` names the input with crops of a picture, each of
     which is seen like a whole one, and before it, but for the feature that ends a picture. `marks` are texts and ids
     of tokens between those of an image that have features, too: the last rows of the tower's table, in this order.
-    `opening` is a text before each chat, where the processor's file asks for a default system prompt."""
+    `opening` is a text before each chat, where the processor's file asks for a default system prompt. `join` makes the
+    text of a prompt of what has been written into it."""
 
     grid: Callable[[Config, Mapping[str, Any]], Grid]
     write: Callable[[Config, Grid, str], str]
@@ -117,6 +121,7 @@ class Family(NamedTuple):
     crops: str = ""
     marks: Callable[[Config], Mapping[str, int]] = lambda _: {}
     opening: str = ""
+    join: Callable[[str], str] = str
 
 
 def family_of(config: Config) -> Family | None:
@@ -245,6 +250,7 @@ FAMILIES: dict[str, Family] = {
         may_be_blind=True,
         by_count=True,
     ),
+    "idefics2": Family(views, write_idefics2, is_rigid=True, tiles=1, may_be_blind=True, join=join_idefics2),
     "idefics3": _TILES,
     "granite_docling": Family(rows_columns_and_route, write_docling, tiles=1, may_be_blind=True),
     "got_ocr2": Family(

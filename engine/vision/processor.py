@@ -129,6 +129,7 @@ class VisionProcessor:
                 advice="send fewer or smaller ones",
             )
         whole = parts[0] + "".join(one + after for one, after in zip(written, parts[1:], strict=True))
+        whole = self._family.join(whole)
         ids = encode_within(tokenizer, whole, context_length, "messages", add_special_tokens=add_special_tokens)
         places = [place for place, id in enumerate(ids) if id in self.shown]
         if len(places) != sum(counts):

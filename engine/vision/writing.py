@@ -5,6 +5,7 @@ Source of each rule: `replace_image_token` in transformers' `processing_*.py`. K
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ JANUS_OPENING = (
     "You are a helpful language and vision assistant. You are able to understand the visual content that the user "
     "provides, and assist the user with a variety of tasks using natural language.\n\n"
 )
+EDGE = "<fake_token_around_image>"
 _JANUS = {"image_size": 384, "patch_size": 16}
 Config = Mapping[str, Any]
 Grid = tuple[int, ...]
@@ -55,7 +57,7 @@ def rows_and_columns(_: Config, made: Mapping[str, Any]) -> Grid:
 def write_smolvlm(config: Config, grid: Grid, mark: str) -> str:
     tower, (rows, columns) = tower_of(config), grid
     side = side_of(tower.get("image_size", 224)) // side_of(tower.get("patch_size", 32))
-    tile, edge = mark * (side**2 // int(config.get("scale_factor", 2)) ** 2), "<fake_token_around_image>"
+    tile, edge = mark * (side**2 // int(config.get("scale_factor", 2)) ** 2), EDGE
     whole = f"{edge}<global-img>{tile}{edge}"
     if not rows and not columns:
         return whole
@@ -73,7 +75,7 @@ def write_docling(config: Config, grid: Grid, mark: str) -> str:
     tower, (rows, columns, is_fine) = tower_of(config), grid
     side = side_of(tower.get("image_size", 512)) // side_of(tower.get("patch_size", 16))
     tile = mark * (side**2 // int(tower.get("scale_factor", 4)) ** 2 * (4 if is_fine else 1))
-    edge, each = "<fake_token_around_image>", (range(1, rows + 1), range(1, columns + 1))
+    edge, each = EDGE, (range(1, rows + 1), range(1, columns + 1))
     lines = ["".join(f"{edge}<row_{row}_col_{column}>{tile}" for column in each[1]) for row in each[0]]
     whole = f"\n{edge}<global-img>{tile}{edge}" if rows * columns > 1 else ""
     return "".join(f"{line}\n" for line in lines) + whole
@@ -89,6 +91,21 @@ def write_got(config: Config, grid: Grid, mark: str) -> str:
     tower = tower_of(config)
     side = side_of(tower.get("image_size", 1024)) // side_of(tower.get("patch_size", 16))
     return mark * (-(-side // 4)) ** 2
+
+
+def views(_: Config, made: Mapping[str, Any]) -> Grid:
+    """How many views of a picture there are: the quarters, if it is split, and the whole."""
+    return (len(made["pixel_values"][0]),)
+
+
+def write_idefics2(config: Config, grid: Grid, mark: str) -> str:
+    shown = mark * int(config.get("perceiver_config", {}).get("resampler_n_latents", 64))
+    return f"{EDGE}{shown}{EDGE}" * grid[0]
+
+
+def join_idefics2(text: str) -> str:
+    """One mark stands between images beside each other, and a space between one and a word."""
+    return re.sub(rf"{EDGE}(?=[^\s<])", f"{EDGE} ", text.replace(EDGE * 2, EDGE))
 
 
 def write_janus(config: Config, grid: Grid, mark: str) -> str:

@@ -334,6 +334,27 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
             "max_patches": 4,
         },
     ),
+    "idefics2": (  # which shows quarters and the whole
+        ["<image>", "<fake_token_around_image>"],
+        {
+            "text_config": _TEXT | {"model_type": "mistral", "sliding_window": None},
+            "vision_config": _SIGLIP,
+            "perceiver_config": {
+                "hidden_size": 64,
+                "resampler_n_latents": 3,
+                "resampler_depth": 2,
+                "resampler_n_heads": 2,
+                "resampler_head_dim": 16,
+                "num_key_value_heads": 1,
+                "initializer_range": 0.3,
+            },
+        },
+        {
+            "image_processor_type": "Idefics2ImageProcessor",
+            "size": {"shortest_edge": 16, "longest_edge": 32},
+            "do_image_splitting": True,
+        },
+    ),
     "janus": (  # whose other half makes pictures
         ["<image_placeholder>", "<begin_of_image>", "<end_of_image>"],
         {

@@ -60,6 +60,12 @@ def _joined(images: Sequence[PromptImage], processor: VisionProcessor, family: s
             pixels = one["pixel_values"]
             lacking = (0, height - pixels.shape[2]), (0, width - pixels.shape[3])
             one["pixel_values"] = np.pad(pixels, ((0, 0), (0, 0), *lacking))
+    if family == "idefics2":
+        height, width = (max(one["pixel_values"].shape[axis] for one in each) for axis in (3, 4))
+        for one in each:
+            lacking = (0, height - one["pixel_values"].shape[3]), (0, width - one["pixel_values"].shape[4])
+            for name, before in (("pixel_values", 3), ("pixel_attention_mask", 2)):
+                one[name] = np.pad(one[name], (*[(0, 0)] * before, *lacking))
     if family == "lfm2_vl":
         most = max(one["pixel_values"].shape[1] for one in each)
         for one in each:
@@ -73,10 +79,12 @@ def _joined(images: Sequence[PromptImage], processor: VisionProcessor, family: s
             one["pixel_values"] = np.pad(one["pixel_values"], ((0, 0), (0, tiles), (0, 0), (0, 0), (0, 0)))
     if family == "llava_onevision":  # how many pictures each prompt has
         each[1:] = [{name: array for name, array in one.items() if name != "batch_num_images"} for one in each[1:]]
-    axis = 1 if family in ("smolvlm", "granite_docling") else 0
+    axis = 1 if family in ("smolvlm", "granite_docling", "idefics2") else 0
     if family in ("minicpmv4_6", "minicpmv4_7"):
         packed = np.concatenate([one.pop("pixel_values") for one in each], 3)
         sizes = np.concatenate([one["target_sizes"] for one in each])
         return {"pixel_values": torch.from_numpy(packed), "target_sizes": torch.from_numpy(sizes)}
     whole = {name: [one[name] for one in each if name in one] for name in {**each[0], **each[-1]}}
-    return {name: torch.from_numpy(np.concatenate(arrays, axis)) for name, arrays in whole.items()}
+    return {
+        name: torch.from_numpy(np.concatenate(arrays, min(axis, arrays[0].ndim - 1))) for name, arrays in whole.items()
+    }

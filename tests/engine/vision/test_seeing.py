@@ -7,6 +7,8 @@ its prompt was cut, on what the cache still held, or on how often it was preempt
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -64,8 +66,8 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 @pytest.fixture(scope="module")
 def config_of(directory_of: Callable[[str], Path]) -> ConfigOf:
     def make(family: str, **changes: Any) -> EngineConfig:
-        settings = {"kv_cache_memory": ByteSize(16 << 20), "dtype": "float32", "device": "cpu", **changes}
-        return EngineConfig(model=str(directory_of(family)), **settings)
+        settings = {"kv_cache_memory": ByteSize(16 << 20), "dtype": "float32", "device": "cpu"}
+        return EngineConfig(**{"model": str(directory_of(family)), **settings, **changes})
 
     return make
 
@@ -207,6 +209,7 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("video_llama_3", {}),
         ("ovis2", {}),
         ("janus", {}),
+        ("idefics2", {}),
     ],
 )
 def test_other_numbers_see_as_well(family: str, changes: dict[str, Any], start: Start) -> None:
@@ -299,6 +302,22 @@ def test_gemma_4_shows_more_or_fewer_tokens(family: str, start: Start, reference
         assert processor is not None and 70 < request.images[0].length <= most
         wanted = expected(reference_of(family), request, processor, family, COUNT)
         assert engine.generate(prompt, GREEDY).token_ids == wanted
+
+
+def test_docling_shows_a_page_in_four_times_as_many_tokens_where_its_files_say_so(
+    directory_of: Callable[[str], Path], start: Start, tmp_path: Path
+) -> None:
+    directory = shutil.copytree(directory_of("granite_docling"), tmp_path / "fine")
+    file = directory / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"fine_route": True}))
+    coarse, fine = start("granite_docling"), start("granite_docling", model=str(directory))
+    prompt, processor = prompts(fine)[0], fine.sight.processor
+    (few,), (many,) = (requests_of(engine, [prompt], GREEDY) for engine in (coarse, fine))
+    assert processor is not None
+    counts = [one.prompt.count(processor.image_token) for one in (few, many)]
+    assert counts[1] == 4 * counts[0]
+    wanted = expected(reference(directory), many, processor, "granite_docling", COUNT)
+    assert fine.generate(prompt, GREEDY).token_ids == wanted
 
 
 @pytest.mark.parametrize("family", ["minicpmv4_6", "minicpmv4_7"])
