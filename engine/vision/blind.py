@@ -23,9 +23,7 @@ class BlindModel(LanguageModel):
 
     def __init__(self, whole: Any, text: Any, head: nn.Module) -> None:
         super().__init__(whole, text, head, None)
-        self._supports_attention_backend = bool(text._supports_attention_backend)
         self._whole: list[Any] = [whole]  # in a list, so that it is no part of this one
-        self._scale = 1.0  # of logits; set by `check`
 
     @torch.inference_mode()
     def check(self, ids: Tensor) -> None:
@@ -42,16 +40,14 @@ class BlindModel(LanguageModel):
             raise ModelLoadError(f"the backend 'paged' cannot run {name} without images ({error})") from error
         finally:
             self.config._attn_implementation = own
-        self._scale = float(f"{float((expected @ found) / (found @ found)):.5g}")
-        found = found * self._scale
+        if self._softcap is None:
+            scale = float(f"{float((expected @ found) / (found @ found)):.5g}")
+            self.logit_scale *= scale
+            found = found * scale
         if not (far := float((found - expected).abs().max() / expected.abs().max())) <= _NEAR:
             raise ModelLoadError(
                 f"{name} computes text in a way that is not supported (off by {far:.3g}); choose another model"
             )
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        made = super().logits(hidden)
-        return made if self._scale == 1 else made * self._scale
 
 
 def split_text(model: Any) -> LanguageModel | PreTrainedModel:

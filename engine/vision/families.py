@@ -1,8 +1,7 @@
 """The families of models that see images, and how each writes an image among its tokens.
 
 Tokens of text are causal in all of them: models that let a whole prompt see itself in both directions (PaliGemma) would
-need another scheduler. Knows no torch and no transformers. Source of each rule: `replace_image_token` in transformers'
-`processing_*.py`; the tests compare them.
+need another scheduler. Knows no torch and no transformers.
 """
 
 from __future__ import annotations
@@ -14,15 +13,56 @@ from typing import Any, NamedTuple
 
 from ...schemas.errors import ModelLoadError
 from .anyres import NEXT_SIZES, ONEVISION_SIZES, write_next, write_onevision
-from .bounds import BUDGETS, bounds, budget, frame_bounds
+from .bounds import bounds, budget, frame_bounds
 from .canvas import Canvas
+from .covering import CoveringProcessor, write_covering
+from .merging import MergingProcessor
 from .slices import image_number, slices, write_aya, write_slices
 from .tiling import TilingProcessor, write_tiles
+from .writing import (
+    JANUS_OPENING,
+    Config,
+    Grid,
+    crops,
+    gemma_tokens,
+    join_idefics2,
+    merge_side,
+    mutual_soft_tokens,
+    no_grid,
+    ovis_marks,
+    patches,
+    patches_and_side,
+    pixtral_patch,
+    rows_and_columns,
+    rows_by_columns,
+    rows_columns_and_route,
+    shape,
+    sides_and_crops,
+    sizes,
+    sizes_and_count,
+    soft_tokens,
+    tile_count,
+    tower_of,
+    views,
+    write_docling,
+    write_gemma,
+    write_got,
+    write_idefics2,
+    write_internvl,
+    write_janus,
+    write_lighton,
+    write_llava,
+    write_merged,
+    write_ocr,
+    write_ovis,
+    write_patches,
+    write_pixtral,
+    write_siglip,
+    write_smolvlm,
+    write_vipllava,
+)
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # files with the settings of an image processor
-
-Config = Mapping[str, Any]
-Grid = tuple[int, ...]
 
 
 def image_token(config: Config) -> int:
@@ -51,7 +91,11 @@ class Family(NamedTuple):
     last number of its grid is above 1 there. `mark` is the text by which a prompt says where an image stands, if it is
     no token. `numbers` makes the text before an image of its number in the prompt, given the image processor. `canvas`
     says where images lie if each of their tokens and marks has a position of its own. `sample` is the width and height
-    of a picture that shows how the model sees, without parts."""
+    of a picture that shows how the model sees, without parts. `crops` names the input with crops of a picture, each of
+    which is seen like a whole one, and before it, but for the feature that ends a picture. `marks` are texts and ids
+    of tokens between those of an image that have features, too: the last rows of the tower's table, in this order.
+    `opening` is a text before each chat, where the processor's file asks for a default system prompt. `join` makes the
+    text of a prompt of what has been written into it."""
 
     grid: Callable[[Config, Mapping[str, Any]], Grid]
     write: Callable[[Config, Grid, str], str]
@@ -74,6 +118,10 @@ class Family(NamedTuple):
     numbers: Callable[[Any, int], str] | None = None
     canvas: Callable[[Config], Canvas] | None = None
     sample: tuple[int, int] = (64, 48)
+    crops: str = ""
+    marks: Callable[[Config], Mapping[str, int]] = lambda _: {}
+    opening: str = ""
+    join: Callable[[str], str] = str
 
 
 def family_of(config: Config) -> Family | None:
@@ -82,7 +130,7 @@ def family_of(config: Config) -> Family | None:
     if kind in FAMILIES:
         if kind == "llava" and config.get("vision_config", {}).get("model_type") == "pixtral":
             return _PIXTRAL
-        if kind == "gemma4" and not config.get("vision_config"):  # its other parts may be missing
+        if kind in ("gemma4", "gemma4_unified") and not config.get("vision_config"):  # its other parts may be missing
             return None
         return FAMILIES[kind]
     return None
@@ -106,8 +154,9 @@ def language_model_of(body: Any) -> Any:
 
 
 def is_unused(name: str) -> bool:
-    """Whether a weight of this name belongs to what makes features of sounds, which is dropped once it is loaded."""
-    return not HEARING.isdisjoint(name.split("."))
+    """Whether a weight of this name belongs to what makes features of sounds, or pictures, which is dropped once it is
+    loaded."""
+    return not UNUSED.isdisjoint(name.split("."))
 
 
 def is_of_tower(name: str) -> bool:
@@ -115,141 +164,26 @@ def is_of_tower(name: str) -> bool:
     return not _TOWERS.isdisjoint(name.split("."))
 
 
-def _side(value: Any) -> int:
-    return int(value[0] if isinstance(value, list | tuple) else value)
-
-
-def _tower(config: Config) -> Config:
-    found: Config = config["vision_config"]
-    return found
-
-
-def _shape(_: Config, made: Mapping[str, Any]) -> Grid:
-    height, width = made["pixel_values"][0].shape[-2:]
-    return int(height), int(width)
-
-
-def _write_llava(config: Config, grid: Grid, mark: str) -> str:
-    tower = _tower(config)
-    patch = _side(tower.get("patch_size", 14))
-    count: int = (grid[0] // patch) * (grid[1] // patch)
-    count += tower.get("model_type", "clip_vision_model") == "clip_vision_model"  # it has a token for the class
-    return mark * (count - bool(config.get("vision_feature_select_strategy", "default") == "default"))
-
-
-def _write_vipllava(config: Config, grid: Grid, mark: str) -> str:
-    """The first token of the tower is always left out."""
-    return _write_llava({**config, "vision_feature_select_strategy": "default"}, grid, mark)
-
-
-def _rows(_: Config, made: Mapping[str, Any]) -> Grid:
-    return int(made["rows"][0][0]), int(made["cols"][0][0])
-
-
-def _write_tiles(config: Config, grid: Grid, mark: str) -> str:
-    tower, (rows, columns) = _tower(config), grid
-    side = _side(tower.get("image_size", 224)) // _side(tower.get("patch_size", 32))
-    tile, edge = mark * (side**2 // int(config.get("scale_factor", 2)) ** 2), "<fake_token_around_image>"
-    whole = f"{edge}<global-img>{tile}{edge}"
-    if not rows and not columns:
-        return whole
-    each = range(1, rows + 1), range(1, columns + 1)
-    lines = ["".join(f"{edge}<row_{row}_col_{column}>{tile}" for column in each[1]) for row in each[0]]
-    return "".join(f"{line}\n" for line in lines) + "\n" + whole
-
-
-def _patches(_: Config, made: Mapping[str, Any]) -> Grid:
-    time, height, width = made["image_grid_thw"][0]
-    return int(time), int(height), int(width)
-
-
-def _merge(config: Config) -> int:
-    return int(_tower(config).get("spatial_merge_size", 2))
-
-
-def _write_patches(config: Config, grid: Grid, mark: str) -> str:
-    time, height, width = grid
-    return mark * (time * height * width // _merge(config) ** 2)
-
-
-def _count(_: Config, made: Mapping[str, Any]) -> Grid:
-    return (int(made["num_patches"][0]),)
-
-
-def _write_internvl(config: Config, grid: Grid, mark: str) -> str:
-    return f"<img>{mark * int(config.get('image_seq_length', 256)) * grid[0]}</img>"
-
-
-def _sizes(_: Config, made: Mapping[str, Any]) -> Grid:
-    height, width = made["image_sizes"][0]
-    return int(height), int(width)
-
-
-def _sizes_and_count(config: Config, made: Mapping[str, Any]) -> Grid:
-    return *_sizes(config, made), int(made["batch_num_images"][0])
-
-
-def _pixtral_patch(config: Config) -> int:
-    merge = 1 if config.get("model_type") == "llava" else config.get("spatial_merge_size", 2)
-    return _side(_tower(config).get("patch_size", 16)) * int(merge)
-
-
-def _write_pixtral(config: Config, grid: Grid, mark: str) -> str:
-    patch = _pixtral_patch(config)
-    rows, columns = grid[0] // patch, grid[1] // patch
-    return "[IMG_BREAK]".join([mark * columns] * rows) + "[IMG_END]"
-
-
-def _write_lighton(config: Config, grid: Grid, mark: str) -> str:
-    patch = _pixtral_patch(config)
-    return mark * (grid[0] // patch * (grid[1] // patch))
-
-
-def _crops(_: Config, made: Mapping[str, Any]) -> Grid:
-    return (int(made["num_crops"][0]),)
-
-
-def _write_gemma(config: Config, grid: Grid, mark: str) -> str:
-    one = f"\n\n<start_of_image>{mark * _gemma_tokens(config)}<end_of_image>\n\n"
-    if not grid[0]:
-        return one
-    crops = " ".join([one] * grid[0])
-    return f"Here is the original image {one} and here are some crops to help you see better {crops}"
-
-
-def _gemma_tokens(config: Config) -> int:
-    return int(config.get("mm_tokens_per_image", 256))
-
-
-def _soft_tokens(_: Config, made: Mapping[str, Any]) -> Grid:
-    return (int(made["num_soft_tokens_per_image"][0]),)
-
-
-def _mutual_soft_tokens(config: Config) -> int:
-    """E2B and E4B see images causally."""
-    return BUDGETS[-1] if config.get("text_config", {}).get("use_bidirectional_attention") == "vision" else 0
-
-
 def _gemma4_settings(config: Config) -> dict[str, Any]:
     names = ("patch_size", "pooling_kernel_size")
-    own = {name: _tower(config)[name] for name in names if name in _tower(config)}
+    own = {name: tower_of(config)[name] for name in names if name in tower_of(config)}
     return {"image_processor_type": "Gemma4ImageProcessor", **own}
 
 
 _QWEN = Family(
-    _patches,
-    _write_patches,
-    merge=_merge,
+    patches,
+    write_patches,
+    merge=merge_side,
     blocks=("visual.blocks", "visual.deepstack_merger_list"),
     bounded=bounds,
 )
 _PLAIN = _QWEN._replace(merge=lambda _: 0, blocks=("visual.blocks",))  # whose positions are plain
 _GLM = _QWEN._replace(blocks=("visual.blocks",), bounded=frame_bounds)
-_TILES = Family(_rows, _write_tiles, lambda _: {"return_row_col_info": True}, is_rigid=True, tiles=1)
+_TILES = Family(rows_and_columns, write_smolvlm, lambda _: {"return_row_col_info": True}, is_rigid=True, tiles=1)
 _PIXTRAL = Family(
-    _sizes,
-    _write_pixtral,
-    lambda config: {"patch_size": _pixtral_patch(config)},
+    sizes,
+    write_pixtral,
+    lambda config: {"patch_size": pixtral_patch(config)},
     blocks=("vision_tower.transformer.layers",),
 )
 _MINICPM = Family(
@@ -260,54 +194,113 @@ _MINICPM = Family(
     may_be_blind=True,
     numbers=image_number,
 )
+_GEMMA4 = Family(
+    soft_tokens,
+    lambda _, grid, mark: f"<|image>{mark * grid[0]}<image|>",
+    blocks=("vision_tower.encoder.layers",),
+    mutual=mutual_soft_tokens,
+    in_windows=True,
+    bounded=budget,
+    settings=_gemma4_settings,
+)
 FAMILIES: dict[str, Family] = {
     "gemma3": Family(
-        _crops,
-        _write_gemma,
+        crops,
+        write_gemma,
         blocks=("vision_tower.encoder.layers",),
         place=lambda config: int(config.get("boi_token_index", 255_999)),
-        mutual=_gemma_tokens,
+        mutual=gemma_tokens,
         defaults={  # those of its processor; crops are off
             "pan_and_scan_min_crop_size": 256,
             "pan_and_scan_max_num_crops": 4,
             "pan_and_scan_min_ratio_to_activate": 1.2,
         },
     ),
-    "gemma4": Family(
-        _soft_tokens,
-        lambda _, grid, mark: f"<|image>{mark * grid[0]}<image|>",
-        blocks=("vision_tower.encoder.layers",),
-        mutual=_mutual_soft_tokens,
-        in_windows=True,
-        bounded=budget,
-        settings=_gemma4_settings,
-    ),
+    "gemma4": _GEMMA4,
+    "gemma4_unified": _GEMMA4._replace(blocks=(), prepares=MergingProcessor),
     "aya_vision": Family(
-        _count,
+        tile_count,
         write_aya,
         lambda _: {"crop_to_patches": True},
         tiles=0,
         may_be_blind=True,
         mark="<image>",
     ),
-    "vipllava": Family(_shape, _write_vipllava, blocks=("vision_tower.encoder.layers",), may_be_blind=True),
-    "llava": Family(_shape, _write_llava, blocks=("vision_tower.encoder.layers",)),
+    "cohere2_vision": Family(
+        tile_count,
+        write_covering,
+        tiles=0,
+        may_be_blind=True,
+        prepares=CoveringProcessor,
+    ),
+    "vipllava": Family(shape, write_vipllava, blocks=("vision_tower.encoder.layers",), may_be_blind=True),
+    "llava": Family(shape, write_llava, blocks=("vision_tower.encoder.layers",)),
     "llava_next": Family(
-        _sizes,
+        sizes,
         write_next,
         lambda config: {"image_grid_pinpoints": config.get("image_grid_pinpoints") or NEXT_SIZES},
         blocks=("vision_tower.encoder.layers",),
         may_be_blind=True,
     ),
     "llava_onevision": Family(
-        _sizes_and_count,
+        sizes_and_count,
         write_onevision,
         lambda config: {"image_grid_pinpoints": config.get("image_grid_pinpoints") or ONEVISION_SIZES},
         blocks=("vision_tower.encoder.layers",),
         may_be_blind=True,
         by_count=True,
     ),
+    "idefics2": Family(views, write_idefics2, is_rigid=True, tiles=1, may_be_blind=True, join=join_idefics2),
     "idefics3": _TILES,
+    "granite_docling": Family(rows_columns_and_route, write_docling, tiles=1, may_be_blind=True),
+    "got_ocr2": Family(
+        no_grid,
+        write_got,
+        lambda _: {"crop_to_patches": False},
+        is_rigid=True,
+        blocks=("vision_tower.layers",),
+        may_be_blind=True,
+        narrows=True,
+    ),
+    "qianfan_ocr": Family(
+        tile_count,
+        write_internvl,
+        lambda _: {"crop_to_patches": True},
+        tiles=0,
+        may_be_blind=True,
+        mark="<image>",
+    ),
+    "deepseek_ocr2": Family(
+        sides_and_crops,
+        write_ocr,
+        lambda _: {"crop_to_patches": True, "min_patches": 2, "max_patches": 6},
+        may_be_blind=True,
+        narrows=True,
+        crops="pixel_values_local",
+    ),
+    "video_llama_3": Family(
+        patches_and_side,
+        write_merged,
+        blocks=("vision_model.encoder.layers",),
+        may_be_blind=True,
+        bounded=bounds,
+    ),
+    "ovis2": Family(
+        rows_by_columns,
+        write_ovis,
+        tiles=0,
+        may_be_blind=True,
+        mark="<image>",
+        marks=ovis_marks,
+    ),
+    "janus": Family(
+        no_grid,
+        write_janus,
+        blocks=("vision_model.encoder.layers",),
+        may_be_blind=True,
+        opening=JANUS_OPENING,
+    ),
+    "deepseek_vl": Family(no_grid, write_siglip, blocks=("vision_model.encoder.layers",), may_be_blind=True),
     "smolvlm": _TILES,
     "lfm2_vl": Family(
         lambda _, made: tuple(made["tiles"]),
@@ -317,7 +310,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "minicpmv4_6": _MINICPM,
     "minicpmv4_7": _MINICPM._replace(canvas=Canvas.of, sample=(16, 12)),
-    "internvl": Family(_count, _write_internvl, lambda _: {"crop_to_patches": True}, tiles=0),
+    "internvl": Family(tile_count, write_internvl, lambda _: {"crop_to_patches": True}, tiles=0),
     "glm4v": _GLM,
     "glm4v_moe": _GLM,
     "glm46v": _GLM,
@@ -325,7 +318,7 @@ FAMILIES: dict[str, Family] = {
     "exaone4_5": _PLAIN,
     "paddleocr_vl": _QWEN._replace(blocks=("visual.vision_model.encoder.layers",)),
     "lfm3_vl": _PLAIN._replace(blocks=("vision_tower.layers",), narrows=True),
-    "lighton_ocr": Family(_sizes, _write_lighton, blocks=("vision_encoder.transformer.layers",)),
+    "lighton_ocr": Family(sizes, write_lighton, blocks=("vision_encoder.transformer.layers",)),
     "mistral3": _PIXTRAL,
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
@@ -336,8 +329,11 @@ FAMILIES: dict[str, Family] = {
 }
 _TOWERS = {
     *("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector", "embed_vision"),
-    *("projector", "vision_encoder", "vision_projection", "image_newline", "merger"),
+    *("projector", "vision_encoder", "vision_projection", "image_newline", "merger", "density_router", "aligner"),
+    *("view_separator", "visual_embeddings_table"),
 }
-HEARING = {"audio_tower", "embed_audio"}
+UNUSED = {"audio_tower", "embed_audio", "vqmodel", "generation_embeddings", "generation_aligner", "generation_head"}
 """Modules' names, too."""
+SCALING = {"granite_docling"}
+"""Those whose heads divide logits by the `logits_scaling` of their text_config, as Granite's do alone."""
 _BIDIRECTIONAL = {"paligemma", "shieldgemma2", "t5gemma2"}

@@ -70,13 +70,13 @@ class ImageLayout:
         merge: int,
         is_mutual: bool = False,
         canvas: Canvas | None = None,
+        marks: Sequence[int] = (),
     ) -> Self:
         """The layout of a request's prompt; `merge` and `canvas` are those of the model's `Family`. `is_mutual`: the
-        tokens of an image that follow one another see each other."""
+        tokens of an image that follow one another see each other. `marks` are further tokens that show something."""
         ids = np.array(request.prompt, np.int64)
-        tokens = [
-            image.offset + np.flatnonzero(ids[image.offset : image.end] == image_token) for image in request.images
-        ]
+        shows = np.isin(ids, (image_token, *marks))
+        tokens = [image.offset + np.flatnonzero(shows[image.offset : image.end]) for image in request.images]
         positions = _positions(len(ids), request.images, merge) if merge else None
         if canvas is not None:
             numbers = [number for image in request.images for number in image.grid[2:]]

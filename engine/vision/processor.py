@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate, pairwise
+from itertools import count as count_up
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
@@ -27,9 +29,11 @@ from ..checkpoints.gguf.pairs import processor_of
 from ..models import read_config, seeing_family
 from ..text.tokenizer_port import TokenizerLike, encode_within
 from .chat import GivenImage
-from .families import PROCESSORS, Family, Grid, image_token
+from .families import PROCESSORS, Family, image_token
+from .features import ORDER
 from .images import PromptImage
 from .reading import ImageLimits, decode_image, refused, within
+from .writing import Grid
 
 if TYPE_CHECKING:  # light processes do without it
     from numpy.typing import NDArray
@@ -37,7 +41,8 @@ if TYPE_CHECKING:  # light processes do without it
 MOST_GRIDS = 4096  # images whose grids are remembered; a chat sends the same ones with every turn
 _MODEL_INPUTS = (
     *("pixel_values", "pixel_attention_mask", "spatial_shapes", "target_sizes"),
-    *("image_grid_thw", "image_sizes", "image_position_ids", "batch_num_images"),
+    *("image_grid_thw", "image_sizes", "image_position_ids", "batch_num_images", "tile_fine_mask"),
+    *("image_merge_sizes", "pixel_values_local", "num_local_patches"),
 )
 
 
@@ -56,11 +61,13 @@ class VisionProcessor:
         self._grids: OrderedDict[tuple[str, ImageLimits, bool], Grid] = OrderedDict()
         self._lock = Lock()  # guards the grids, and the loading of transformers' processor
         self.image_token, self._place = image_token(config), family.place(config)
+        self._marks = family.marks(config)
+        self.shown = self.image_token, *self._marks.values()  # tokens that show something of an image
         self.mutual, self.in_windows = family.mutual(config), family.in_windows
         self.merge = family.merge(config)
         self.canvas = None if family.canvas is None else family.canvas(config)
         self.is_rigid, self.tiles, self.blocks = family.is_rigid, family.tiles, family.blocks
-        self.narrows = family.narrows
+        self.narrows, self.crops = family.narrows, family.crops
 
     @classmethod
     def of(cls, path: Path) -> Self | None:
@@ -71,6 +78,13 @@ class VisionProcessor:
         config = read_config(path)
         family = seeing_family(path, config)
         return None if family is None else cls(path, config, family)
+
+    @cached_property
+    def opening(self) -> str:
+        """The text before each chat."""
+        file = self._path / PROCESSORS[1]
+        asks = self._family.opening and file.is_file() and read_json(file).get("use_default_system_prompt")
+        return self._family.opening if asks else ""
 
     @property
     def types(self) -> str:
@@ -99,14 +113,14 @@ class VisionProcessor:
         """
         mark, part = self.mark(tokenizer), tokenizer.decode([self.image_token])
         _check_marks(text, mark, len(given))
-        if part != mark:
-            _check_marks(text, part, 0)
+        for other in {part, *self._marks} - {mark}:
+            _check_marks(text, other, 0)
         parts = text.split(mark)
         grids = [self._grid(*one, self._family.by_count and len(given) > 1) for one in given]
         written = [self._family.write(self._config, grid, part) for grid in grids]
         if self._family.numbers is not None:
             written = [self._family.numbers(self._images, number) + one for number, one in enumerate(written)]
-        counts = [one.count(part) for one in written]
+        counts = [sum(map(one.count, (part, *self._marks))) for one in written]
         if sum(counts) >= context_length:
             raise prompt_too_long(
                 f"its images alone take {sum(counts)}",
@@ -115,10 +129,12 @@ class VisionProcessor:
                 advice="send fewer or smaller ones",
             )
         whole = parts[0] + "".join(one + after for one, after in zip(written, parts[1:], strict=True))
+        whole = self._family.join(whole)
         ids = encode_within(tokenizer, whole, context_length, "messages", add_special_tokens=add_special_tokens)
-        places = [place for place, id in enumerate(ids) if id == self.image_token]
+        places = [place for place, id in enumerate(ids) if id in self.shown]
         if len(places) != sum(counts):
-            raise ModelLoadError(f"the tokenizer in {self._path} does not know {part!r} as one token")
+            named = " and ".join(map(repr, (part, *self._marks)))
+            raise ModelLoadError(f"the tokenizer in {self._path} does not know {named} as one token each")
         images = []
         for (begin, end), one, grid in zip(pairwise((0, *accumulate(counts))), given, grids, strict=True):
             first, last = places[begin], places[end - 1]
@@ -137,18 +153,31 @@ class VisionProcessor:
         import numpy as np
 
         found = {name: np.ascontiguousarray(made[name]) for name in _MODEL_INPUTS if name in made}
+        if self._marks:
+            found[ORDER] = np.array(self._order(self.tokens(image.grid)))
         return {name: array[:1] for name, array in found.items()} if self._family.by_count else found
 
-    def sample(self) -> tuple[PromptImage, int]:
-        """A small picture to try the model with, and how many tokens show it."""
+    def tokens(self, grid: Grid) -> list[int]:
+        """The tokens that show a picture."""
+        text = self._family.write(self._config, grid, "\0")
+        found = re.findall("|".join(map(re.escape, ("\0", *self._marks))), text)
+        return [self._marks.get(one, self.image_token) for one in found]
+
+    def _order(self, tokens: Sequence[int]) -> list[int]:
+        """The number of the feature of each of these tokens, where those of marks are behind the picture's own."""
+        own, count = count_up(), tokens.count(self.image_token)
+        return [next(own) if id == self.image_token else count + self.shown.index(id) - 1 for id in tokens]
+
+    def sample(self) -> tuple[PromptImage, list[int]]:
+        """A small picture to try the model with, and the tokens that show it."""
         from PIL import Image
 
         file = io.BytesIO()
         Image.linear_gradient("L").resize(self._family.sample).convert("RGB").save(file, "PNG")
         data, limits = file.getvalue(), ImageLimits()
         grid = self._grid(data, limits, "image")
-        count = self._family.write(self._config, grid, "\0").count("\0")
-        return PromptImage(hashlib.sha256(data).hexdigest(), 0, count, grid, limits.pixels, data), count
+        tokens = self.tokens(grid)
+        return PromptImage(hashlib.sha256(data).hexdigest(), 0, len(tokens), grid, limits.pixels, data), tokens
 
     def _grid(self, data: bytes, limits: ImageLimits, path: str, is_one_of_several: bool = False) -> Grid:
         key = hashlib.sha256(data).hexdigest(), limits, is_one_of_several

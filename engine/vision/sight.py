@@ -18,6 +18,7 @@ from .processor import ImagePrompt, VisionProcessor
 from .reading import ANY, ImageLimits, check_image
 
 SEEING = ("paged",)  # backends
+_BEGIN = 256  # characters, within which the first token of a text is
 
 
 class Sight:
@@ -55,11 +56,17 @@ class Sight:
     def encode(
         self, text: str, given: Sequence[GivenImage], tokenizer: TokenizerLike, context_length: int
     ) -> ImagePrompt:
-        """The tokens of a rendered chat. Raises `InvalidRequest`."""
+        """The tokens of a rendered chat. Raises `InvalidRequest`.
+
+        transformers' processors of models that see let the tokenizer begin a chat, if its template does not, as those
+        of LLaVA 1.5 and DeepSeek-VL; its tokenizers, which models of text have alone, never do.
+        """
+        adds = self.processor is not None and not _is_begun(text, tokenizer)
+        text = (self.processor.opening if self.processor else "") + text
         if self.processor is None or not given:
-            ids = encode_within(tokenizer, text, context_length, "messages", add_special_tokens=False)
+            ids = encode_within(tokenizer, text, context_length, "messages", add_special_tokens=adds)
             return ImagePrompt(ids, ())
-        return self.processor.insert(text, given, tokenizer, context_length=context_length)
+        return self.processor.insert(text, given, tokenizer, context_length=context_length, add_special_tokens=adds)
 
     def mark_of(self, tokenizer: TokenizerLike) -> str:
         """The text that stands for an image. Raises `InvalidRequest` for a model that sees none."""
@@ -75,6 +82,12 @@ class Sight:
         for one in given:
             check_image(*one)
         return self.processor.insert(text, given, tokenizer, context_length=context_length, add_special_tokens=True)
+
+
+def _is_begun(text: str, tokenizer: TokenizerLike) -> bool:
+    """Whether a text has the token that the tokenizer puts before texts, or it puts none there."""
+    bare, whole = (tokenizer.encode("a", add_special_tokens=adds) for adds in (False, True))
+    return whole == bare or tokenizer.encode(text[:_BEGIN], add_special_tokens=False)[:1] == whole[:1]
 
 
 NO_SIGHT = Sight()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...schemas.errors import ModelLoadError
-from ..checkpoints.files import read_json
+from .numbers import RESAMPLING, Numbers, resized, settings_of, squares
 
 if TYPE_CHECKING:  # torch comes with the first picture
     from PIL import Image
@@ -37,7 +37,6 @@ _DEFAULTS: dict[str, Any] = {
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
 }
-_RESAMPLING = {2: "bilinear", 3: "bicubic"}
 
 
 class Cut(NamedTuple):
@@ -59,27 +58,21 @@ class TilingProcessor:
 
     def __init__(self, path: Path) -> None:
         """Takes the settings of the processor of the model in the directory `path`. Raises `ModelLoadError`."""
-        whole = _read(path / "processor_config.json")
-        own = whole.get("image_processor") or _read(path / "preprocessor_config.json")
-        if not own:
-            raise ModelLoadError(f"{path} has no preprocessor_config.json, which says how images are prepared; add it")
-        settings = _DEFAULTS | {name: own[name] for name in _DEFAULTS if own.get(name) is not None}
+        settings, whole = settings_of(path, _DEFAULTS)
         self._is_marked = bool(whole.get("use_image_special_tokens", True))
         self._tolerance, self._has_whole = settings["max_pixels_tolerance"], settings["use_thumbnail"]
         self._patch, self._tile = int(settings["encoder_patch_size"]), int(settings["tile_size"])
         self._unit = self._patch * int(settings["downsample_factor"])  # the side of the pixels that make one token
         self._least, self._most = (settings[f"{name}_image_tokens"] * self._unit**2 for name in ("min", "max"))
         fewest, most = settings["min_tiles"], settings["max_tiles"]
-        if fewest > most or self._tile % self._unit or settings["resample"] not in _RESAMPLING:
+        if fewest > most or self._tile % self._unit or settings["resample"] not in RESAMPLING:
             raise ModelLoadError(
                 f"{path} prepares images in a way that is not supported: tile_size {self._tile} must be a multiple of "
                 f"{self._unit}, min_tiles ({fewest}) at most max_tiles ({most}), and resample one of "
-                f"{', '.join(map(str, _RESAMPLING))}"
+                f"{', '.join(map(str, RESAMPLING))}"
             )
         self._grids = _grids(fewest, most) if settings["do_image_splitting"] and most > 1 else []
-        self._resampling = _RESAMPLING[settings["resample"]]
-        self._scale = settings["rescale_factor"] if settings["do_rescale"] else None
-        self._shift = (settings["image_mean"], settings["image_std"]) if settings["do_normalize"] else None
+        self._resampling, self._numbers = RESAMPLING[settings["resample"]], Numbers.of(settings)
 
     def __call__(self, images: Sequence[Image.Image], **_: object) -> Mapping[str, Any]:
         """The inputs of the model's tower, and under `tiles` what its text is made of: rows, columns, tokens of a tile
@@ -93,11 +86,11 @@ class TilingProcessor:
         shown: list[Tensor] = []
         if cut.is_tiled:
             side = self._tile
-            whole = self._resize(pixels, cut.rows * side, cut.columns * side)
-            shown += [tile for row in torch.split(whole, side, 1) for tile in torch.split(row, side, 2)]
+            whole = resized(pixels, cut.rows * side, cut.columns * side, self._resampling)
+            shown += squares(whole, side)
         has_whole = not cut.is_tiled or self._has_whole
         if has_whole:
-            shown.append(self._resize(pixels, cut.height, cut.width))
+            shown.append(resized(pixels, cut.height, cut.width, self._resampling))
         parts = [self._patches(one) for one in shown]
         values = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
         mask = torch.zeros(values.shape[:2], dtype=torch.int32)
@@ -146,27 +139,11 @@ class TilingProcessor:
                 best, found = difference, (columns, rows)
         return found
 
-    def _resize(self, pixels: Tensor, height: int, width: int) -> Tensor:
-        """[3, H, W] → [3, height, width], as torchvision does it."""
-        from torch.nn.functional import interpolate
-
-        if pixels.shape[1:] == (height, width):
-            return pixels
-        return interpolate(pixels[None], (height, width), mode=self._resampling, antialias=True)[0]
-
     def _patches(self, pixels: Tensor) -> Tensor:
         """[3, H, W] → [K, P * P * 3], the numbers that the tower takes."""
-        import torch
-
-        numbers, scale = pixels.float(), self._scale
-        if self._shift is not None:
-            mean, deviation = (torch.tensor(one) * (1 / (scale or 1)) for one in self._shift)
-            numbers = (numbers - mean[:, None, None]) / deviation[:, None, None]
-        elif scale is not None:
-            numbers = numbers * scale
         side = self._patch
-        squares = numbers.unfold(1, side, side).unfold(2, side, side)  # [3, rows, columns, P, P]
-        return squares.permute(1, 2, 3, 4, 0).flatten(2).flatten(0, 1)
+        patches = self._numbers(pixels).unfold(1, side, side).unfold(2, side, side)  # [3, rows, columns, P, P]
+        return patches.permute(1, 2, 3, 4, 0).flatten(2).flatten(0, 1)
 
 
 def write_tiles(tiles: Sequence[int], mark: str) -> str:
@@ -180,10 +157,6 @@ def write_tiles(tiles: Sequence[int], mark: str) -> str:
     if not is_marked:
         return "".join(text for _, text in parts)
     return f"<|image_start|>{''.join(map(''.join, parts))}<|image_end|>"
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.is_file() else {}
 
 
 def _grids(fewest: int, most: int) -> list[tuple[int, int]]:

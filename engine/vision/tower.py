@@ -21,7 +21,8 @@ from torch.backends import cudnn
 from ...schemas.errors import ModelLoadError
 from ..request import EngineRequest
 from .blocks import Blocks
-from .families import HEARING, is_of_tower, language_model_of
+from .families import SCALING, UNUSED, is_of_tower, language_model_of
+from .features import ORDER, arranged, passes, stacked
 from .images import Key, PromptImage
 from .layout import ImageLayout, Placed
 from .pictures import Arrays, Pictures
@@ -70,10 +71,12 @@ class LanguageModel(nn.Module):
         self.replaced = replaced_tokens(whole.config)
         self._has_layer_inputs = bool(getattr(text, "hidden_size_per_layer_input", 0))  # Gemma 4's E2B and E4B have
         self._softcap: float | None = getattr(text.config, "final_logit_softcapping", None)
-        self._multiplier: float = getattr(text.config, "output_multiplier", None) or 1.0  # of Muse, before the cap
+        self.logit_scale: float = getattr(text.config, "output_multiplier", None) or 1.0  # of Muse, before the cap
+        if whole.config.model_type in SCALING:
+            self.logit_scale /= text.config.logits_scaling
         self.dtype: torch.dtype = text.dtype
         self.device: torch.device = text.device
-        self._supports_attention_backend = bool(text._supports_attention_backend and whole._supports_attention_backend)
+        self._supports_attention_backend = bool(text._supports_attention_backend)
         self._is_stateful = bool(text._is_stateful)
 
     def get_output_embeddings(self) -> nn.Module:
@@ -112,7 +115,7 @@ class LanguageModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What the last layer makes, […, E] → [..., V]."""
-        made: Tensor = self.lm_head(hidden) if self._multiplier == 1 else self.lm_head(hidden) * self._multiplier
+        made: Tensor = self.lm_head(hidden) if self.logit_scale == 1 else self.lm_head(hidden) * self.logit_scale
         return made if self._softcap is None else self._softcap * (made / self._softcap).tanh()
 
 
@@ -122,11 +125,12 @@ class Vision:
     Steps see features of `pictures`, which passes them through this tower part by part.
     """
 
-    def __init__(self, body: Any, text: Any, processor: VisionProcessor, cache_bytes: int = CACHE_BYTES) -> None:
-        """`body` is transformers' model without its output head, `text` its language model."""
+    def __init__(self, whole: Any, text: Any, processor: VisionProcessor, cache_bytes: int = CACHE_BYTES) -> None:
+        """`whole` is transformers' model, `text` its language model."""
         self.processor = processor
+        self._masks: Callable[..., Any] | None = getattr(whole, "create_masks_for_generate", None)
         self._text = text
-        self._body = body
+        self._body = whole.model
         self._cache_bytes = cache_bytes
         self._cache: OrderedDict[Key, Tensor] = OrderedDict()  # [features and deep ones, K, E]
         self._used = 0  # bytes
@@ -148,7 +152,8 @@ class Vision:
         if not request.images:
             return None
         processor = self.processor
-        return ImageLayout.of(request, processor.image_token, processor.merge, processor.mutual > 0, processor.canvas)
+        first, *marks = processor.shown
+        return ImageLayout.of(request, first, processor.merge, processor.mutual > 0, processor.canvas, marks)
 
     def see(self, placed: Sequence[Placed], device: torch.device) -> Seen | None:
         """What the tokens of a step see, by their rows in it; None if there is no image."""
@@ -169,10 +174,10 @@ class Vision:
 
     def probe(self, ids: Sequence[int], logits: Callable[[Tensor], Tensor]) -> Probe:
         """A picture between some text of `ids`, and what transformers' own code, attention included, makes of it."""
-        image, count = self.processor.sample()
+        image, shown = self.processor.sample()
         inputs = self.processor.inputs(image)
-        before = len(ids) // 2
-        whole = [*ids[:before], *[self.processor.image_token] * count, *ids[before:]]
+        before, count = len(ids) // 2, len(shown)
+        whole = [*ids[:before], *shown, *ids[before:]]
         image = replace(image, offset=before, length=count)
         config = self._text.config
         own, config._attn_implementation = config._attn_implementation, "sdpa"
@@ -188,7 +193,9 @@ class Vision:
                 made = self._text(inputs_embeds=embedded, use_cache=False)
             else:
                 with self._noting() as noted:
-                    made = self._body(input_ids=tokens, use_cache=False, **self._to_device(inputs), **types)
+                    given = {name: array for name, array in inputs.items() if name != ORDER}
+                    more = types | self._masks_for(tokens, types)
+                    made = self._body(input_ids=tokens, use_cache=False, **self._to_device(given), **more)
                 if noted:
                     self._blocks, features = self._blocks_of(self._to_device(inputs), noted[0])
             if self._blocks is not None and features is not None:
@@ -196,6 +203,15 @@ class Vision:
             return Probe(whole, image, logits(made.last_hidden_state[:, -1]))
         finally:
             config._attn_implementation = own
+
+    def _masks_for(self, tokens: Tensor, types: dict[str, Tensor]) -> dict[str, Any]:
+        """Those with which transformers generates; without them Gemma 4 12B lets an image's tokens see each other in
+        all layers."""
+        if self._masks is None or not self.processor.in_windows:
+            return {}
+        embedded = self._text.get_input_embeddings()(torch.zeros_like(tokens))
+        places = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        return {"attention_mask": self._masks(self._body.config, embedded, None, None, places, **types)}
 
     @property
     def pauses(self) -> bool:
@@ -216,33 +232,26 @@ class Vision:
             inputs = self._to_device(arrays)
             yield from self._blocks.run(lambda: self._pass(inputs), self.budget)
             return
-        *parts, last = self._tiles(arrays)
-        made = []
-        for part in parts:
-            made.append(self._pass(self._to_device(part)))
-            yield None
-        yield torch.cat([*made, self._pass(self._to_device(last))], dim=1)
+        arrays = dict(arrays)
+        order, made = arrays.pop(ORDER, None), []
+        size = _TILES.get(self._device.type, _MANY_TILES)
+        parts = passes(arrays, self.processor.tiles, self.processor.crops, size)
+        for index, part in enumerate(parts):
+            if index:
+                yield None
+            made.append(self._pass(self._to_device(part.arrays))[:, : part.end])
+        features = torch.cat(made, dim=1)
+        yield features if order is None else arranged(features, order, self._body.visual_embeddings_table.weight)
 
     def _encode_at_once(self, arrays: Arrays) -> Tensor:
         *_, features = self.encode(arrays)
         assert features is not None
         return features
 
-    def _tiles(self, arrays: Arrays) -> list[Arrays]:
-        axis = self.processor.tiles
-        if axis is None:
-            return [arrays]
-        size, count = _TILES.get(self._device.type, _MANY_TILES), arrays["pixel_values"].shape[axis]
-        before = (slice(None),) * axis
-        return [
-            {name: array[(*before, slice(first, first + size))] for name, array in arrays.items()}
-            for first in range(0, count, size)
-        ]
-
     def _pass(self, inputs: dict[str, Tensor]) -> Tensor:
         is_cuda = self._device.type == "cuda"  # whose convolutions of float32 have ten bits by default
         with cudnn.flags(enabled=True, allow_tf32=False) if is_cuda else nullcontext():
-            return _stacked(self._body.get_image_features(**inputs, return_dict=True))
+            return stacked(self._body.get_image_features(**inputs, return_dict=True))
 
     @contextmanager
     def _noting(self) -> Iterator[list[Tensor]]:
@@ -252,7 +261,7 @@ class Vision:
 
         def get_image_features(*arguments: Any, **options: Any) -> Any:
             made = own(*arguments, **options)
-            noted.append(_stacked(made))
+            noted.append(stacked(made))
             return made
 
         self._body.get_image_features = get_image_features
@@ -284,7 +293,7 @@ class Vision:
         made = {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
         if self.processor.narrows:
             dtype = next(one.dtype for name, one in self._body.named_parameters() if is_of_tower(name))
-            made["pixel_values"] = made["pixel_values"].to(dtype)
+            made |= {name: one.to(dtype) for name, one in made.items() if one.is_floating_point()}
         return made
 
     @property
@@ -308,23 +317,12 @@ class Vision:
             self._used -= self._cache.popitem(last=False)[1].nbytes
 
 
-def _stacked(made: Any) -> Tensor:
-    """The features of images and the deep ones, [F, K, E]."""
-    deep = getattr(made, "deepstack_features", None) or ()
-    return torch.stack([_rows(one) for one in (made.pooler_output, *deep)])
-
-
 def replaced_tokens(config: Any) -> dict[int, int]:
     """Tokens that stand for what a text has not, and those that take their place in the model with this config."""
-    if config.model_type != "gemma4":
+    if config.model_type not in ("gemma4", "gemma4_unified"):
         return {}
     ids = (getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
     return dict.fromkeys((id for id in ids if id is not None), config.get_text_config().pad_token_id)
-
-
-def _rows(features: Tensor | Sequence[Tensor]) -> Tensor:
-    """Those of all images [K, E]; versions of transformers differ in how they lie."""
-    return features.flatten(0, -2) if isinstance(features, Tensor) else torch.cat([*features])
 
 
 def _descendants(module: nn.Module, name: str) -> Iterable[nn.Module]:
@@ -342,9 +340,9 @@ def split(model: Any, processor: VisionProcessor) -> LanguageModel:
     body = model.model
     text = language_model_of(body)
     head = model.get_output_embeddings()
-    for name in HEARING:
+    for name in UNUSED:
         if hasattr(body, name):
             setattr(body, name, None)
     if text is None or head is None or not hasattr(body, "get_image_features"):
         raise ModelLoadError(f"{type(model).__name__} has no language model of its own; it cannot be served")
-    return LanguageModel(model, text, head, Vision(body, text, processor))
+    return LanguageModel(model, text, head, Vision(model, text, processor))

@@ -201,8 +201,187 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 32, "width": 32}, "max_patches": 4},
     ),
+    "cohere2_vision": (
+        ["<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>"],
+        {
+            "text_config": _TEXT
+            | {
+                "model_type": "cohere2",
+                "head_dim": 16,
+                "sliding_window": 20,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "tie_word_embeddings": True,
+            },
+            "vision_config": _SIGLIP | {"model_type": "siglip_vision_model", "vision_use_head": False},
+            "alignment_intermediate_size": 96,
+        },
+        {
+            "image_processor_type": "Cohere2VisionImageProcessor",
+            "size": {"height": 32, "width": 32},
+            "max_patches": 4,
+        },
+    ),
     "minicpmv4_6": _MINICPM,
     "minicpmv4_7": _MINICPM,
+    "granite_docling": (
+        [
+            *("<image>", "<fake_token_around_image>", "<global-img>"),
+            *(f"<row_{row}_col_{column}>" for row in (1, 2, 3, 4) for column in (1, 2, 3, 4)),
+        ],
+        {
+            "text_config": _TEXT
+            | {"model_type": "granite_docling_text", "embedding_multiplier": 3.0, "logits_scaling": 2.5}
+            | {"attention_multiplier": 0.25, "residual_multiplier": 0.7},
+            "vision_config": _SIGLIP | {"scale_factor": 4, "out_hidden_size": 64, "deepstack_visual_indexes": [0, 1]},
+            "density_router_hidden_size": 8,  # which nothing uses
+            "tie_word_embeddings": False,
+        },
+        {
+            "image_processor_type": "GraniteDoclingImageProcessor",
+            "size": {"height": 32, "width": 32},
+            "max_patches": 4,
+        },
+    ),
+    "got_ocr2": (
+        ["<imgpad>", "<img>", "</img>"],
+        {
+            "text_config": _TEXT | {"model_type": "qwen2"},
+            "vision_config": {
+                "hidden_size": 32,
+                "output_channels": 16,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 2,
+                "image_size": 80,
+                "patch_size": 8,
+                "window_size": 4,
+                "global_attn_indexes": [1],
+                "mlp_dim": 48,
+                "initializer_range": 0.3,
+            },
+        },
+        {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 80, "width": 80}, "crop_to_patches": True},
+    ),
+    "qianfan_ocr": (  # whose place of an image is no token of it
+        ["<IMG_CONTEXT>", "<img>", "</img>"],
+        {
+            "text_config": _TEXT | {"model_type": "qwen3", "head_dim": 16, "sliding_window": None},
+            "vision_config": _SIGLIP | {"image_size": [32, 32], "patch_size": [8, 8]},
+            "image_seq_length": 4,
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 32, "width": 32}, "max_patches": 4},
+    ),
+    "deepseek_ocr2": (  # whose queries are as many as in the published model
+        ["<image>"],
+        {
+            "text_config": _TEXT
+            | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_shared_experts": 1}
+            | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+            "vision_config": {
+                "sam_config": {
+                    "hidden_size": 16,
+                    "output_channels": 8,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 2,
+                    "image_size": 48,
+                    "patch_size": 1,
+                    "window_size": 6,
+                    "global_attn_indexes": [],
+                    "downsample_channels": [8, 32],
+                    "initializer_range": 0.3,
+                },
+                "encoder_config": {
+                    "hidden_size": 32,
+                    "intermediate_size": 64,
+                    "num_hidden_layers": 1,
+                    "num_attention_heads": 2,
+                    "num_key_value_heads": 2,
+                    "initializer_range": 0.3,
+                },
+            },
+        },
+        {
+            "image_processor_type": "DeepseekOcr2ImageProcessor",
+            "size": {"height": 48, "width": 48},
+            "tile_size": 48,
+        },
+    ),
+    "video_llama_3": (
+        ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
+        {
+            "text_config": _TEXT | {"model_type": "qwen2"},
+            "vision_config": {name: value for name, value in _SIGLIP.items() if name != "image_size"}
+            | {"patch_size": 14},
+        },
+        {
+            "image_processor_type": "VideoLlama3ImageProcessor",
+            "size": {"shortest_edge": 56 * 56, "longest_edge": 112 * 112},
+        },
+    ),
+    "ovis2": (  # whose marks between tiles have features, too
+        ["<IMG_ATOM>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"],
+        {
+            "text_config": _TEXT | {"model_type": "qwen2"},
+            "vision_config": {**_SIGLIP, "hidden_stride": 2, "vocab_size": 48},
+            "hidden_size": 64,
+            "vocab_size": 640,
+            "tie_word_embeddings": False,
+        },
+        {
+            "image_processor_type": "Ovis2ImageProcessor",
+            "size": {"height": 32, "width": 32},
+            "crop_to_patches": True,
+            "max_patches": 4,
+        },
+    ),
+    "idefics2": (  # which shows quarters and the whole
+        ["<image>", "<fake_token_around_image>"],
+        {
+            "text_config": _TEXT | {"model_type": "mistral", "sliding_window": None},
+            "vision_config": _SIGLIP,
+            "perceiver_config": {
+                "hidden_size": 64,
+                "resampler_n_latents": 3,
+                "resampler_depth": 2,
+                "resampler_n_heads": 2,
+                "resampler_head_dim": 16,
+                "num_key_value_heads": 1,
+                "initializer_range": 0.3,
+            },
+        },
+        {
+            "image_processor_type": "Idefics2ImageProcessor",
+            "size": {"shortest_edge": 16, "longest_edge": 32},
+            "do_image_splitting": True,
+        },
+    ),
+    "janus": (  # whose other half makes pictures
+        ["<image_placeholder>", "<begin_of_image>", "<end_of_image>"],
+        {
+            "text_config": _TEXT | {"model_type": "llama"},
+            "vision_config": _SIGLIP | {"projection_dim": 64, "mlp_ratio": 2.0},
+            "vq_config": {
+                "embed_dim": 8,
+                "num_embeddings": 16,
+                "latent_channels": 32,
+                "base_channels": 32,
+                "channel_multiplier": [1, 1],
+                "num_res_blocks": 1,
+                "projection_dim": 64,
+                "image_token_embed_dim": 64,
+            },
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "JanusImageProcessor", "size": {"height": 32, "width": 32}},
+    ),
+    "deepseek_vl": (
+        ["<image_placeholder>"],
+        {
+            "text_config": _TEXT | {"model_type": "llama"},
+            "vision_config": _SIGLIP | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        },
+        {"image_processor_type": "DeepseekVLImageProcessor", "size": {"height": 32, "width": 32}},
+    ),
     "smolvlm": (
         [
             "<image>",
@@ -465,6 +644,24 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         _GEMMA4_PROCESSOR,
     ),
+    "gemma4_unified": (  # as 12B, which has no tower
+        ["<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>"],
+        {
+            "text_config": {name: value for name, value in _GEMMA4.items() if "per_layer" not in name}
+            | {"model_type": "gemma4_unified_text", "use_bidirectional_attention": "vision", "attention_k_eq_v": True},
+            "vision_config": {
+                "patch_size": 4,
+                "pooling_kernel_size": 2,
+                "mm_embed_dim": 64,
+                "mm_posemb_size": 80,
+                "output_proj_dims": 64,
+                "initializer_range": 0.3,
+            },
+            "audio_config": None,
+            "tie_word_embeddings": False,
+        },
+        _GEMMA4_PROCESSOR | {"image_processor_type": "Gemma4UnifiedImageProcessor"},
+    ),
     "mistral3": (
         ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
         {
@@ -503,7 +700,7 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
     tokenizer = tiny_model._train_tokenizer(512)
     tokenizer.add_special_tokens({"additional_special_tokens": marks}, replace_extra_special_tokens=False)
     written = f"<|vision_start|>{marks[0]}<|vision_end|>" if "<|vision_start|>" in marks else marks[family == "gemma3"]
-    if family == "aya_vision":
+    if family in ("aya_vision", "qianfan_ocr", "ovis2"):
         written = "<image>"
     tokenizer.chat_template = _TEMPLATE.replace("MARK", written)
     end = tokenizer.eos_token_id
@@ -516,15 +713,17 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
             own |= dict(zip(names, ids[1:5], strict=True)) | {"newline_id": tokenizer.encode("\n")[0]}
     elif "<|video_pad|>" in marks:
         own |= {"vision_start_token_id": ids[1], "vision_end_token_id": ids[2], "video_token_id": ids[3]}
-    if family in ("gemma4", "gemma4_e"):
+    if family in ("gemma4", "gemma4_e", "gemma4_unified"):
         own |= {"boi_token_id": ids[1], "eoi_token_id": ids[2], "video_token_id": ids[3], "audio_token_id": ids[4]}
     if family == "gemma3":
         own |= {"boi_token_index": ids[1], "eoi_token_index": ids[2]}
     if family in ("glm4v", "glm4v_moe", "glm46v", "glm_ocr"):
         own |= {"image_start_token_id": ids[1], "image_end_token_id": ids[2], "video_token_id": ids[3]}
+    if family == "ovis2":
+        own |= {"visual_indicator_token_ids": ids[1:]}
     if family == "llava_onevision":
         own = {"image_token_index": ids[0], "video_token_index": ids[1]}
-    if family in ("llava", "llava_next", "granite_vision", "vipllava", "aya_vision", "mistral3"):
+    if family in ("llava", "llava_next", "granite_vision", "vipllava", "aya_vision", "mistral3", "got_ocr2"):
         own = {"image_token_index": ids[0]}
     text = settings["text_config"] | {"eos_token_id": end, "pad_token_id": end}
     parts = {"text_config": text, "vision_config": settings["vision_config"] | dict(tower or {})}

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from penstock.engine import EngineRequest
+from penstock.engine.vision.features import ORDER
 from penstock.engine.vision.images import PromptImage
 from penstock.engine.vision.processor import VisionProcessor
 
@@ -28,23 +29,43 @@ def expected(
     model: Any, request: EngineRequest, processor: VisionProcessor, family: str, count: int
 ) -> tuple[int, ...]:
     """The `count` tokens that a `reference` generates after a prompt."""
+    cache = {"cache_implementation": "static"} if family == "gemma4_unified" else {}  # with others, other masks
+    output = model.generate(**_inputs(request, processor, family), max_new_tokens=count, do_sample=False, **cache)
+    return tuple(output[0, len(request.prompt) :].tolist())
+
+
+@torch.inference_mode()
+def first_logits(model: Any, request: EngineRequest, processor: VisionProcessor, family: str) -> torch.Tensor:
+    """The logits [V] of a `reference` behind a prompt."""
+    logits: torch.Tensor = model(**_inputs(request, processor, family)).logits[0, -1]
+    return logits
+
+
+def _inputs(request: EngineRequest, processor: VisionProcessor, family: str) -> dict[str, torch.Tensor]:
     ids = torch.tensor([request.prompt])
     inputs = _joined(request.images, processor, family) if request.images else {}
     if request.images and processor.types:
         inputs[processor.types] = (ids == processor.image_token).int()
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, **inputs)
-    return tuple(output[0, len(request.prompt) :].tolist())
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **inputs}
 
 
 def _joined(images: Sequence[PromptImage], processor: VisionProcessor, family: str) -> dict[str, torch.Tensor]:
     """The inputs of all images of a prompt, as transformers' processors put them together."""
     each = [processor.inputs(image) for image in images]
+    for one in each:
+        one.pop(ORDER, None)  # transformers' model finds marks by their ids
     if family in ("mistral3", "lighton_ocr"):
         height, width = (max(one["pixel_values"].shape[axis] for one in each) for axis in (2, 3))
         for one in each:
             pixels = one["pixel_values"]
             lacking = (0, height - pixels.shape[2]), (0, width - pixels.shape[3])
             one["pixel_values"] = np.pad(pixels, ((0, 0), (0, 0), *lacking))
+    if family == "idefics2":
+        height, width = (max(one["pixel_values"].shape[axis] for one in each) for axis in (3, 4))
+        for one in each:
+            lacking = (0, height - one["pixel_values"].shape[3]), (0, width - one["pixel_values"].shape[4])
+            for name, before in (("pixel_values", 3), ("pixel_attention_mask", 2)):
+                one[name] = np.pad(one[name], (*[(0, 0)] * before, *lacking))
     if family == "lfm2_vl":
         most = max(one["pixel_values"].shape[1] for one in each)
         for one in each:
@@ -58,10 +79,12 @@ def _joined(images: Sequence[PromptImage], processor: VisionProcessor, family: s
             one["pixel_values"] = np.pad(one["pixel_values"], ((0, 0), (0, tiles), (0, 0), (0, 0), (0, 0)))
     if family == "llava_onevision":  # how many pictures each prompt has
         each[1:] = [{name: array for name, array in one.items() if name != "batch_num_images"} for one in each[1:]]
-    axis = 1 if family == "smolvlm" else 0
+    axis = 1 if family in ("smolvlm", "granite_docling", "idefics2") else 0
     if family in ("minicpmv4_6", "minicpmv4_7"):
         packed = np.concatenate([one.pop("pixel_values") for one in each], 3)
         sizes = np.concatenate([one["target_sizes"] for one in each])
         return {"pixel_values": torch.from_numpy(packed), "target_sizes": torch.from_numpy(sizes)}
-    whole = {name: [one[name] for one in each if name in one] for name in each[0]}
-    return {name: torch.from_numpy(np.concatenate(arrays, axis)) for name, arrays in whole.items()}
+    whole = {name: [one[name] for one in each if name in one] for name in {**each[0], **each[-1]}}
+    return {
+        name: torch.from_numpy(np.concatenate(arrays, min(axis, arrays[0].ndim - 1))) for name, arrays in whole.items()
+    }

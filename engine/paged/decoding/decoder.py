@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...planning.device import has_triton
-from ...vision.tower import Seen
+from ...vision.tower import LanguageModel, Seen
 from ..state.step import StateStep
 from .heads import Angles, Attention, Rotations, attend
 from .layer import Layer
@@ -46,8 +46,9 @@ class Decoder:
         self.feature_scale = float(getattr(body, "embedding_multiplier", 1.0))  # of images' features, too
         if self.feature_scale != 1:
             self.scale = torch.tensor(self.feature_scale)
-        sees = getattr(model, "vision", None) is not None  # whose heads leave logits as they are in transformers
-        self.logit_scale: float = 1 / ((not sees and getattr(config, "logits_scaling", None)) or 1.0)
+        self.logit_scale: float = 1 / (getattr(config, "logits_scaling", None) or 1.0)
+        if isinstance(model, LanguageModel):  # whose heads mostly leave logits as they are
+            self.logit_scale = model.logit_scale
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.embedding: Tensor = body.embed_tokens.weight
         self.rows = rows_of(body.embed_tokens)

@@ -54,7 +54,7 @@ _JOINED = {"gate_up_proj", "down_proj", "activation"}
 GELU = {"GELUTanh"}  # the name of transformers' class
 OFFSET = {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm"}
 """The names of norms whose weights are to be added to 1."""
-WIDE = OFFSET | {"Gemma4RMSNorm"}
+WIDE = OFFSET | {"Gemma4RMSNorm", "Gemma4UnifiedRMSNorm"}
 """The names of norms that multiply in float32."""
 _TURNING_NEIGHBOURS = {
     *("GlmAttention", "Glm4Attention", "Glm4vTextAttention", "GlmOcrTextAttention"),

@@ -48,7 +48,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "text_config": TEXT | {"model_type": "mistral", "sliding_window": None},
         "vision_config": TOWER | {"model_type": "clip_vision_model"},
     },
-    "granite_docling": {  # which scales its logits behind the language model
+    "granite_docling": {  # without an image processor, too; which scales its logits behind the language model
         "text_config": TEXT | {"logits_scaling": 3.0},
         "vision_config": TOWER | {"out_hidden_size": 64},
     },
@@ -129,7 +129,7 @@ def test_a_model_of_known_structure_is_compiled_and_known_at_its_next_start(
 @pytest.mark.parametrize(
     ("family", "why"),
     [
-        ("granite_docling", "images are not supported for granite_docling, but for .*gemma3"),
+        ("muse_glimmer", "images are not supported for muse_glimmer, but for .*gemma3"),
         ("llava_next", "its files have no preprocessor_config.json and no processor_config.json"),
     ],
 )

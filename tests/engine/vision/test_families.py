@@ -14,19 +14,30 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
+from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
+from transformers.models.deepseek_ocr2.processing_deepseek_ocr2 import DeepseekOcr2Processor
+from transformers.models.deepseek_vl.processing_deepseek_vl import DeepseekVLProcessor
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+from transformers.models.gemma4_unified.processing_gemma4_unified import Gemma4UnifiedProcessor
 from transformers.models.glm4v.modeling_glm4v import Glm4vModel
+from transformers.models.got_ocr2.processing_got_ocr2 import GotOcr2Processor
+from transformers.models.granite_docling.processing_granite_docling import GraniteDoclingProcessor
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.janus.processing_janus import DEFAULT_SYSTEM_PROMPT, JanusProcessor
 from transformers.models.lighton_ocr.processing_lighton_ocr import LightOnOcrProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
+from transformers.models.ovis2.processing_ovis2 import Ovis2Processor
+from transformers.models.qianfan_ocr.processing_qianfan_ocr import QianfanOCRProcessor
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
+from transformers.models.video_llama_3.processing_video_llama_3 import VideoLlama3Processor
 
 from penstock.engine import EngineRequest, GenerationParams
 from penstock.engine.models import read_model_info
@@ -35,7 +46,8 @@ from penstock.engine.vision.families import FAMILIES, family_of, image_token, wh
 from penstock.engine.vision.images import PromptImage, marks
 from penstock.engine.vision.layout import ImageLayout
 from penstock.engine.vision.sight import load_sight
-from penstock.schemas.errors import ModelLoadError
+from penstock.schemas.errors import InvalidRequest, ModelLoadError
+from penstock.schemas.openai.chat import ChatMessage
 
 TILES: dict[str, Any] = {"vision_config": {"image_size": 512, "patch_size": 16}, "scale_factor": 4}
 QWEN: dict[str, Any] = {"vision_config": {"spatial_merge_size": 2}}
@@ -124,12 +136,13 @@ def test_gemma_is_written_as_by_transformers(crops: int) -> None:
     assert written("gemma3", {"mm_tokens_per_image": 4}, made) == theirs(own, made, 0)
 
 
+@pytest.mark.parametrize(("kind", "theirs"), [("gemma4", Gemma4Processor), ("gemma4_unified", Gemma4UnifiedProcessor)])
 @pytest.mark.parametrize("count", [1, 66])
-def test_gemma_4_is_written_as_by_transformers(count: int) -> None:
+def test_gemma_4_is_written_as_by_transformers(kind: str, theirs: Any, count: int) -> None:
     made = {"num_soft_tokens_per_image": [count]}
     own = SimpleNamespace(boi_token="<|image>", image_token="*", eoi_token="<image|>")
-    theirs: Any = Gemma4Processor.replace_image_token
-    assert written("gemma4", {"vision_config": {"patch_size": 16}}, made) == theirs(own, made, 0)
+    wanted = theirs.replace_image_token(own, made, 0)
+    assert written(kind, {"vision_config": {"patch_size": 16}}, made) == wanted
 
 
 @pytest.mark.parametrize(
@@ -154,17 +167,18 @@ def test_gemma_4_takes_as_many_tokens_as_its_bounds_allow(fewest: int | None, mo
 
 
 def test_a_gemma_4_without_a_tower_takes_text_alone() -> None:
-    config: dict[str, Any] = {"model_type": "gemma4", "vision_config": None, "text_config": {}}
-    assert family_of(config) is None
+    for kind in ("gemma4", "gemma4_unified"):
+        config: dict[str, Any] = {"model_type": kind, "vision_config": None, "text_config": {}}
+        assert family_of(config) is None
 
 
-def test_internvl_is_written_as_by_transformers() -> None:
+@pytest.mark.parametrize(("kind", "theirs"), [("internvl", InternVLProcessor), ("qianfan_ocr", QianfanOCRProcessor)])
+def test_tiles_in_a_row_are_written_as_by_transformers(kind: str, theirs: Any) -> None:
     made = {"num_patches": [3]}
     own = SimpleNamespace(
         start_image_token="<img>", end_image_token="</img>", image_token="*", image_seq_length=256, image_seq_len=256
     )
-    theirs: Any = InternVLProcessor.replace_image_token
-    assert written("internvl", {"image_seq_length": 256}, made) == theirs(own, made, 0)
+    assert written(kind, {"image_seq_length": 256}, made) == theirs.replace_image_token(own, made, 0)
 
 
 @pytest.mark.parametrize("theirs", [Qwen2_5_VLModel, Glm4vModel])
@@ -259,6 +273,26 @@ def test_other_models_take_text_alone(tmp_path: Path) -> None:
     assert load_sight(str(tmp_path), "hf").processor is None
 
 
+SEEN_BY_OTHERS = sorted({*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES} - {*FAMILIES})
+
+
+@pytest.mark.parametrize("kind", [*SEEN_BY_OTHERS, "ovis2"])
+def test_an_image_for_a_model_that_takes_text_alone_is_refused(kind: str, tmp_path: Path) -> None:
+    """Whether transformers could show it one or not; a family that sees lacks its image processor here."""
+    sizes = {"vocab_size": 9, "max_position_embeddings": 64}
+    config = {"model_type": kind, "vision_config": {}, "text_config": sizes, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert not read_model_info(tmp_path, "m").sees
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    message = ChatMessage.model_validate({"role": "user", "content": [image]})
+    with pytest.raises(InvalidRequest, match=r"^m takes text alone.*; leave the image out, or ask") as refusal:
+        load_sight(str(tmp_path), "paged").look([message], "m", {})
+    assert (refusal.value.code, refusal.value.param) == (
+        "unsupported_capability",
+        "messages[0].content[0].image_url.url",
+    )
+
+
 @pytest.mark.parametrize("count", [1, 4])
 def test_aya_vision_is_written_as_by_transformers(count: int) -> None:
     made = {"num_patches": [count]}
@@ -286,6 +320,79 @@ def test_vipllava_is_written_as_by_transformers() -> None:
     )
     theirs: Any = LlavaProcessor.replace_image_token
     assert written("vipllava", CLIP | {"vision_feature_select_strategy": "full"}, made) == theirs(own, made, 0)
+
+
+@pytest.mark.parametrize("is_fine", [False, True])
+@pytest.mark.parametrize("grid", [(1, 1), (1, 2), (3, 2)])
+def test_docling_is_written_as_by_transformers(grid: tuple[int, int], is_fine: bool) -> None:
+    made = {"rows": [grid[:1]], "cols": [grid[1:]]} | ({"tile_fine_mask": np.ones(1, bool)} if is_fine else {})
+    own = SimpleNamespace(**TOKENS, global_image_tag="<global-img>")
+    theirs: Any = GraniteDoclingProcessor.replace_image_token
+    assert written("granite_docling", {"vision_config": {}}, made) == theirs(own, made, 0)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_command_a_vision_is_written_as_by_transformers(count: int) -> None:
+    made = {"num_patches": [count]}
+    own = SimpleNamespace(
+        patch_size=16,
+        boi_token="<|START_OF_IMG|>",
+        eoi_token="<|END_OF_IMG|>",
+        image_token="*",
+        img_line_break_token="<|IMG_LINE_BREAK|>",
+    )
+    theirs: Any = Cohere2VisionProcessor.replace_image_token
+    tower = {"vision_config": {"model_type": "siglip_vision_model", "image_size": 512, "patch_size": 16}}
+    assert written("cohere2_vision", tower | {"downsample_factor": 2}, made) == theirs(own, made, 0)
+
+
+def test_pictures_with_one_number_of_tokens_are_written_as_by_transformers() -> None:
+    own = SimpleNamespace(image_token="*", num_image_tokens=576)
+    theirs: Any = DeepseekVLProcessor.replace_image_token
+    tower = {"vision_config": {"model_type": "siglip_vision_model", "image_size": 384, "patch_size": 16}}
+    assert written("deepseek_vl", tower, {}) == theirs(own, {}, 0)
+    own.image_start_token, own.image_end_token = "<begin_of_image>", "<end_of_image>"
+    janus: Any = JanusProcessor
+    assert written("janus", {"vision_config": {}}, {}) == janus.replace_image_token(own, {}, 0)
+    assert FAMILIES["janus"].opening == DEFAULT_SYSTEM_PROMPT
+    got: Any = GotOcr2Processor
+    pages = {"num_pages_per_batch": [1], "patch_indices": [1], "num_image_tokens": got.num_image_tokens}
+    assert got.images_kwargs["crop_to_patches"] is False
+    assert written("got_ocr2", {"vision_config": {}}, {}) == got.replace_image_token(
+        own, {"num_patches": [1]}, 0, **pages
+    )
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (1, 2), (3, 2)])
+def test_ovis_is_written_as_by_transformers(grid: tuple[int, int]) -> None:
+    made = {"grids": np.array([grid])}
+    family, config = FAMILIES["ovis2"], {"vision_config": {"image_size": 448, "patch_size": 14, "hidden_stride": 2}}
+    theirs: Any = Ovis2Processor.replace_image_token
+    wanted = theirs(SimpleNamespace(image_seq_length=256), made, 0)
+    assert family.write(config, family.grid(config, made), "<IMG_ATOM>") == wanted
+    other: Any = {"vision_config": {"tokenize_function": "gumbel_argmax"}}
+    with pytest.raises(ModelLoadError, match="'gumbel_argmax', by which an image looks different each time"):
+        family.write(other, grid, "*")
+
+
+@pytest.mark.parametrize(("crops", "tokens"), [(0, 257), (6, 1121)])
+def test_whole_and_crops_are_counted_as_by_transformers(crops: int, tokens: int) -> None:
+    made = {"num_local_patches": [crops], "pixel_values": np.zeros((1, 3, 1024, 1024), np.uint8)}
+    made |= {"pixel_values_local": np.zeros((crops, 3, 768, 768), np.uint8)} if crops else {}
+    images = SimpleNamespace(size={"height": 1024, "width": 1024}, tile_size=768)
+    own = SimpleNamespace(image_token="*", patch_size=16, downsample_ratio=4, image_processor=images)
+    theirs: Any = DeepseekOcr2Processor.replace_image_token
+    found = written("deepseek_ocr2", {"vision_config": {"sam_config": {}}}, made)
+    assert found == theirs(own, made, 0) == "*" * tokens
+    assert FAMILIES["deepseek_ocr2"].options({}) == DeepseekOcr2Processor.images_kwargs
+
+
+@pytest.mark.parametrize("side", [1, 2])
+def test_merged_patches_are_counted_as_by_transformers(side: int) -> None:
+    made = {"image_grid_thw": np.array([(1, 4, 6)]), "image_merge_sizes": np.array([side])}
+    own = SimpleNamespace(image_token="*", image_processor=SimpleNamespace(merge_size=side))
+    theirs: Any = VideoLlama3Processor.replace_image_token
+    assert written("video_llama_3", {"vision_config": {}}, made) == theirs(own, made, 0)
 
 
 @pytest.mark.parametrize("mode", ["16x", "4x"])

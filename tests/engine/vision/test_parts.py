@@ -245,6 +245,10 @@ def test_features_have_the_same_bits_in_all_schedules(bench: Bench) -> None:
             ("vipllava", 3),
             ("minicpmv4_6", 3),
             ("minicpmv4_7", 3),
+            ("got_ocr2", 3),
+            ("deepseek_vl", 2),
+            ("janus", 2),
+            ("video_llama_3", 2),
         ],
     ],
 )

@@ -7,6 +7,8 @@ its prompt was cut, on what the cache still held, or on how often it was preempt
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,7 +20,7 @@ import pytest
 from pydantic import ByteSize
 from vision_models import FAMILIES, make_vision_model, picture
 from vision_runs import requests_of, run
-from vision_truth import expected, reference
+from vision_truth import expected, first_logits, reference
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, ImageText, InferenceEngine
 from penstock.engine.paged.backend import PagedBackend
@@ -39,6 +41,8 @@ UNCOMPILED = {
     "lfm3_vl": "Lfm3VlForConditionalGeneration",
     "glm4v_moe": "Glm4vMoeForConditionalGeneration",
     "aya_vision": "AyaVisionForConditionalGeneration",
+    "cohere2_vision": "Cohere2VisionForConditionalGeneration",
+    "deepseek_ocr2": "DeepseekOcr2ForConditionalGeneration",
 }
 all_families = pytest.mark.parametrize("family", FAMILIES)
 # One with plain positions, one with tokens between those of an image, one with three dimensions and deepstack.
@@ -48,7 +52,7 @@ some_families = pytest.mark.parametrize(
     "family",
     [
         *("llava", "smolvlm", "qwen3_vl", "gemma3", "gemma4", "gemma4_e", "qwen3_5", "lfm2_vl", "lfm3_vl", "glm4v"),
-        *("llava_onevision", "minicpmv4_7"),
+        *("llava_onevision", "minicpmv4_7", "ovis2"),
     ],
 )
 
@@ -62,8 +66,8 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 @pytest.fixture(scope="module")
 def config_of(directory_of: Callable[[str], Path]) -> ConfigOf:
     def make(family: str, **changes: Any) -> EngineConfig:
-        settings = {"kv_cache_memory": ByteSize(16 << 20), "dtype": "float32", "device": "cpu", **changes}
-        return EngineConfig(model=str(directory_of(family)), **settings)
+        settings = {"kv_cache_memory": ByteSize(16 << 20), "dtype": "float32", "device": "cpu"}
+        return EngineConfig(**{"model": str(directory_of(family)), **settings, **changes})
 
     return make
 
@@ -120,6 +124,17 @@ def test_a_picture_is_seen_as_transformers_sees_it(family: str, start: Start, tr
         assert engine.model_info().slow_paths == (), "decoding is compiled, as for text"
 
 
+def test_scaled_logits_are_those_of_transformers(start: Start, reference_of: Callable[[str], Any]) -> None:
+    engine = start("granite_docling")
+    prompt, params = prompts(engine)[0], GREEDY.model_copy(update={"max_tokens": 3, "logprobs": 1})
+    (request,), processor = requests_of(engine, [prompt], params), engine.sight.processor
+    assert processor is not None
+    wanted = first_logits(reference_of("granite_docling"), request, processor, "granite_docling").log_softmax(-1)
+    output = engine.generate(prompt, params)
+    assert output.logprobs is not None
+    assert output.logprobs[0].logprob == pytest.approx(float(wanted[output.token_ids[0]]), abs=1e-4)
+
+
 @all_families
 def test_pieces_and_takeovers_change_nothing(family: str, config_of: ConfigOf, truth: Truth) -> None:
     requests, wanted = truth(family)
@@ -169,6 +184,7 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("qwen3_5_moe", {}),
         ("gemma3", {"quantization": "int4"}),
         ("gemma4", {}),
+        ("gemma4_unified", {"quantization": "int4"}),
         ("gemma4_e", {"quantization": "int8"}),
         ("lfm2_vl", {}),
         ("lfm2_vl", {"quantization": "int4"}),
@@ -184,6 +200,16 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("aya_vision", {}),
         ("minicpmv4_6", {}),
         ("minicpmv4_7", {"quantization": "int8"}),
+        ("granite_docling", {"quantization": "int8"}),
+        ("got_ocr2", {}),
+        ("qianfan_ocr", {}),
+        ("deepseek_vl", {}),
+        ("cohere2_vision", {}),
+        ("deepseek_ocr2", {}),
+        ("video_llama_3", {}),
+        ("ovis2", {}),
+        ("janus", {}),
+        ("idefics2", {}),
     ],
 )
 def test_other_numbers_see_as_well(family: str, changes: dict[str, Any], start: Start) -> None:
@@ -266,15 +292,32 @@ def test_a_model_that_sees_in_another_way_is_refused(
         InferenceEngine(config)
 
 
-def test_gemma_4_shows_more_or_fewer_tokens(start: Start, reference_of: Callable[[str], Any]) -> None:
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_unified"])
+def test_gemma_4_shows_more_or_fewer_tokens(family: str, start: Start, reference_of: Callable[[str], Any]) -> None:
     """Within the numbers that its processor knows; each in turn as by transformers."""
     for changes, most in (({"min_pixels": 71 * 64}, 140), ({"max_pixels": 200 * 64, "min_pixels": 10_000}, 140)):
-        engine = start("gemma4", **changes)
+        engine = start(family, **changes)
         prompt = ImageText(f"{engine.image_mark} Well?", (picture(160, 90),))
         (request,), processor = requests_of(engine, [prompt], GREEDY), engine.sight.processor
         assert processor is not None and 70 < request.images[0].length <= most
-        wanted = expected(reference_of("gemma4"), request, processor, "gemma4", COUNT)
+        wanted = expected(reference_of(family), request, processor, family, COUNT)
         assert engine.generate(prompt, GREEDY).token_ids == wanted
+
+
+def test_docling_shows_a_page_in_four_times_as_many_tokens_where_its_files_say_so(
+    directory_of: Callable[[str], Path], start: Start, tmp_path: Path
+) -> None:
+    directory = shutil.copytree(directory_of("granite_docling"), tmp_path / "fine")
+    file = directory / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"fine_route": True}))
+    coarse, fine = start("granite_docling"), start("granite_docling", model=str(directory))
+    prompt, processor = prompts(fine)[0], fine.sight.processor
+    (few,), (many,) = (requests_of(engine, [prompt], GREEDY) for engine in (coarse, fine))
+    assert processor is not None
+    counts = [one.prompt.count(processor.image_token) for one in (few, many)]
+    assert counts[1] == 4 * counts[0]
+    wanted = expected(reference(directory), many, processor, "granite_docling", COUNT)
+    assert fine.generate(prompt, GREEDY).token_ids == wanted
 
 
 @pytest.mark.parametrize("family", ["minicpmv4_6", "minicpmv4_7"])
@@ -288,14 +331,20 @@ def test_the_images_of_a_prompt_are_numbered_where_the_model_wants_it(family: st
     assert begins == ["<image>" if family == "minicpmv4_7" else "<|image_pad|>"] * 2, "from the first unlike text on"
 
 
-@pytest.mark.parametrize("family", ["llava", "llava_next", "qwen2_5_vl", "internvl", "lfm2_vl", "lfm3_vl", "glm4v"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("llava", "llava_next", "qwen2_5_vl", "internvl", "lfm2_vl", "lfm3_vl", "glm4v", "granite_docling"),
+        *("cohere2_vision", "video_llama_3", "ovis2"),
+    ],
+)
 def test_pixels_are_bounded(family: str, start: Start) -> None:
     few, many = start(family, max_pixels=56 * 56), start(family)
     prompt = ImageText(f"{few.image_mark} Well?", (picture(160, 90),))
     (small,), (large,) = (requests_of(engine, [prompt], GREEDY) for engine in (few, many))
     assert len(small.prompt) <= len(large.prompt)
     assert few.generate(prompt, GREEDY).token_ids != many.generate(prompt, GREEDY).token_ids
-    if family in ("qwen2_5_vl", "lfm3_vl", "glm4v"):
+    if family in ("qwen2_5_vl", "lfm3_vl", "glm4v", "video_llama_3"):
         assert len(small.prompt) < len(large.prompt)
         assert small.images[0].grid[1] * small.images[0].grid[2] * 14 * 14 <= 56 * 56
         least = start(family, min_pixels=84 * 112)

@@ -1,6 +1,6 @@
-"""How LFM2-VL's pictures are cut up and written, against transformers' own processor.
+"""How pictures of LFM2-VL, Command A Vision and Gemma 4 12B are cut up, against transformers' own processors.
 
-That one wants torchvision, of which it uses three functions; here they are torch's, which torchvision calls.
+Those want torchvision, of which they use three functions; here they are torch's, which torchvision calls.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -22,16 +22,24 @@ from PIL import Image
 from transformers import image_processing_backends
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 
+from penstock.engine.vision.bounds import budget
+from penstock.engine.vision.covering import CoveringProcessor
 from penstock.engine.vision.families import FAMILIES
+from penstock.engine.vision.merging import MergingProcessor
+from penstock.engine.vision.numbers import RESAMPLING
 from penstock.engine.vision.tiling import TilingProcessor
 from penstock.schemas.errors import ModelLoadError
 
 SMALL = {"encoder_patch_size": 8, "tile_size": 32, "min_image_tokens": 2, "max_image_tokens": 6, "max_tiles": 4}
+COVER: dict[str, Any] = {"size": {"height": 32, "width": 32}, "max_patches": 4}
 Save = Callable[..., TilingProcessor]
 
 
-def resize(image: torch.Tensor, size: tuple[int, int], interpolation: str, antialias: bool) -> torch.Tensor:
-    return torch.nn.functional.interpolate(image, size, mode=interpolation, antialias=antialias)
+def resize(image: torch.Tensor, size: Sequence[int], interpolation: Any, antialias: bool) -> torch.Tensor:
+    if image.ndim == 3:
+        return resize(image[None], size, interpolation, antialias)[0]
+    mode = RESAMPLING.get(interpolation, interpolation)  # torchvision takes Pillow's numbers, too
+    return torch.nn.functional.interpolate(image, size, mode=mode, antialias=antialias)
 
 
 def normalize(image: torch.Tensor, mean: Any, std: Any, inplace: bool) -> torch.Tensor:
@@ -39,8 +47,8 @@ def normalize(image: torch.Tensor, mean: Any, std: Any, inplace: bool) -> torch.
 
 
 @pytest.fixture(scope="module")
-def theirs() -> Iterator[Callable[..., Any]]:
-    """Makes transformers' processor with some settings."""
+def processors() -> Iterator[Callable[[str], Any]]:
+    """Finds the module with transformers' processor of a family."""
     functional: Any = ModuleType("torchvision.transforms.v2.functional")
     functional.resize, functional.normalize = resize, normalize
     functional.InterpolationMode = SimpleNamespace(BILINEAR="bilinear", BICUBIC="bicubic", LANCZOS="lanczos")
@@ -51,9 +59,34 @@ def theirs() -> Iterator[Callable[..., Any]]:
             patch.setitem(sys.modules, one.__name__, one)
         patch.setattr(image_processing_backends, "tvF", functional, raising=False)
         patch.setattr(image_processing_backends, "pil_torch_interpolation_mapping", {2: "bilinear", 3: "bicubic"})
-        module = importlib.import_module("transformers.models.lfm2_vl.image_processing_lfm2_vl")
-        patch.delitem(sys.modules, module.__name__)
-        yield lambda **given: module.Lfm2VlImageProcessor(**given)
+
+        def module(family: str) -> Any:
+            found = importlib.import_module(f"transformers.models.{family}.image_processing_{family}")
+            patch.delitem(sys.modules, found.__name__)
+            return found
+
+        yield module
+
+
+@pytest.fixture(scope="module")
+def theirs(processors: Callable[[str], Any]) -> Callable[..., Any]:
+    """Makes transformers' processor of LFM2-VL with some settings."""
+    made: Callable[..., Any] = processors("lfm2_vl").Lfm2VlImageProcessor
+    return made
+
+
+@pytest.fixture(scope="module")
+def covering(processors: Callable[[str], Any]) -> Callable[..., Any]:
+    """Makes that of Command A Vision."""
+    made: Callable[..., Any] = processors("cohere2_vision").Cohere2VisionImageProcessor
+    return made
+
+
+@pytest.fixture(scope="module")
+def merging(processors: Callable[[str], Any]) -> Callable[..., Any]:
+    """Makes that of Gemma 4 12B."""
+    made: Callable[..., Any] = processors("gemma4_unified").Gemma4UnifiedImageProcessor
+    return made
 
 
 @pytest.fixture
@@ -149,3 +182,67 @@ def test_sizes_are_those_of_transformers(width: int, height: int, theirs: Callab
 def test_settings_that_cannot_be_used_are_named(given: dict[str, Any], fault: str, save: Save) -> None:
     with pytest.raises(ModelLoadError, match=fault):
         save(**given)
+
+
+@pytest.mark.parametrize("size", [(8, 9), (60, 40), (41, 90), (300, 70), (33, 200), (64, 64)])
+@pytest.mark.parametrize(
+    "given",
+    [
+        COVER,
+        COVER | {"max_patches": 6, "resample": 2, "image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.4]},
+        COVER | {"crop_to_patches": False},
+        COVER | {"do_normalize": False},
+    ],
+)
+def test_pictures_are_covered_as_by_transformers(
+    given: dict[str, Any], size: tuple[int, int], covering: Callable[..., Any], tmp_path: Path
+) -> None:
+    picture = noise(*size)
+    wanted = covering(**given)(images=[picture], return_tensors="pt")
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
+    made = CoveringProcessor(tmp_path)(images=[picture])
+    assert [*made["num_patches"]] == [*wanted["num_patches"]]
+    assert np.array_equal(made["pixel_values"], wanted["pixel_values"].numpy())
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(width=st.integers(8, 9000), height=st.integers(8, 9000))
+def test_tiles_cover_as_many_rows_and_columns_as_in_transformers(
+    width: int, height: int, processors: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """With the settings of the published model."""
+    (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "Cohere2VisionImageProcessorFast"}')
+    theirs = processors("cohere2_vision").get_optimal_tiled_canvas
+    assert CoveringProcessor(tmp_path).grid(width, height) == theirs((height, width), (512, 512), 1, 12)
+
+
+@pytest.mark.parametrize("given", [{"size": {"height": 32, "width": 48}}, {"resample": 0}, {"do_resize": False}])
+def test_settings_with_which_nothing_can_be_covered_are_named(given: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
+    with pytest.raises(ModelLoadError, match="height and width, resample be one of 2, 3, and do_resize true"):
+        CoveringProcessor(tmp_path)
+
+
+@pytest.mark.parametrize("size", [(8, 9), (60, 40), (41, 90), (300, 9), (5, 700), (64, 64)])
+@pytest.mark.parametrize(
+    "given", [{}, {"do_normalize": True, "image_mean": [0.4, 0.5, 0.6], "resample": 2}, {"pooling_kernel_size": 3}]
+)
+def test_squares_are_cut_as_by_transformers(
+    given: dict[str, Any], size: tuple[int, int], merging: Callable[..., Any], tmp_path: Path
+) -> None:
+    picture, given = noise(*size), {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70} | given
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
+    own = MergingProcessor(tmp_path)
+    for most in (70, 140):
+        wanted = merging(**given)(images=[picture], max_soft_tokens=most, return_tensors="pt")
+        made = own(images=[picture], **budget(own, most * (4 * given["pooling_kernel_size"]) ** 2, None))
+        assert [*made["num_soft_tokens_per_image"]] == [*wanted["num_soft_tokens_per_image"]]
+        for name in ("pixel_values", "image_position_ids"):
+            assert np.array_equal(made[name], wanted[name].numpy())
+
+
+@pytest.mark.parametrize("given", [{"max_soft_tokens": 71}, {"resample": 0}, {"do_resize": False}])
+def test_settings_with_which_no_squares_can_be_cut_are_named(given: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
+    with pytest.raises(ModelLoadError, match="must be one of 70, 140, 280, 560, 1120, resample one of 2, 3, and do_re"):
+        MergingProcessor(tmp_path)

@@ -1,0 +1,238 @@
+"""How each family's processor describes a picture in numbers, and the text that it makes of them.
+
+Source of each rule: `replace_image_token` in transformers' `processing_*.py`. Knows no torch and no transformers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ...schemas.errors import ModelLoadError
+from .bounds import BUDGETS
+
+OVIS_MARKS = "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"
+JANUS_OPENING = (
+    "You are a helpful language and vision assistant. You are able to understand the visual content that the user "
+    "provides, and assist the user with a variety of tasks using natural language.\n\n"
+)
+EDGE = "<fake_token_around_image>"
+_JANUS = {"image_size": 384, "patch_size": 16}
+Config = Mapping[str, Any]
+Grid = tuple[int, ...]
+
+
+def side_of(value: Any) -> int:
+    return int(value[0] if isinstance(value, list | tuple) else value)
+
+
+def tower_of(config: Config) -> Config:
+    found: Config = config["vision_config"]
+    return found
+
+
+def shape(_: Config, made: Mapping[str, Any]) -> Grid:
+    height, width = made["pixel_values"][0].shape[-2:]
+    return int(height), int(width)
+
+
+def write_llava(config: Config, grid: Grid, mark: str) -> str:
+    tower = tower_of(config)
+    patch = side_of(tower.get("patch_size", 14))
+    count: int = (grid[0] // patch) * (grid[1] // patch)
+    count += tower.get("model_type", "clip_vision_model") == "clip_vision_model"  # it has a token for the class
+    return mark * (count - bool(config.get("vision_feature_select_strategy", "default") == "default"))
+
+
+def write_vipllava(config: Config, grid: Grid, mark: str) -> str:
+    """The first token of the tower is always left out."""
+    return write_llava({**config, "vision_feature_select_strategy": "default"}, grid, mark)
+
+
+def rows_and_columns(_: Config, made: Mapping[str, Any]) -> Grid:
+    return int(made["rows"][0][0]), int(made["cols"][0][0])
+
+
+def write_smolvlm(config: Config, grid: Grid, mark: str) -> str:
+    tower, (rows, columns) = tower_of(config), grid
+    side = side_of(tower.get("image_size", 224)) // side_of(tower.get("patch_size", 32))
+    tile, edge = mark * (side**2 // int(config.get("scale_factor", 2)) ** 2), EDGE
+    whole = f"{edge}<global-img>{tile}{edge}"
+    if not rows and not columns:
+        return whole
+    each = range(1, rows + 1), range(1, columns + 1)
+    lines = ["".join(f"{edge}<row_{row}_col_{column}>{tile}" for column in each[1]) for row in each[0]]
+    return "".join(f"{line}\n" for line in lines) + "\n" + whole
+
+
+def rows_columns_and_route(config: Config, made: Mapping[str, Any]) -> Grid:
+    return *rows_and_columns(config, made), int("tile_fine_mask" in made)
+
+
+def write_docling(config: Config, grid: Grid, mark: str) -> str:
+    """`grid` are rows and columns of tiles, and whether each has four times as many tokens."""
+    tower, (rows, columns, is_fine) = tower_of(config), grid
+    side = side_of(tower.get("image_size", 512)) // side_of(tower.get("patch_size", 16))
+    tile = mark * (side**2 // int(tower.get("scale_factor", 4)) ** 2 * (4 if is_fine else 1))
+    edge, each = EDGE, (range(1, rows + 1), range(1, columns + 1))
+    lines = ["".join(f"{edge}<row_{row}_col_{column}>{tile}" for column in each[1]) for row in each[0]]
+    whole = f"\n{edge}<global-img>{tile}{edge}" if rows * columns > 1 else ""
+    return "".join(f"{line}\n" for line in lines) + whole
+
+
+def no_grid(_: Config, made: Mapping[str, Any]) -> Grid:
+    """Of those that show all pictures alike."""
+    return ()
+
+
+def write_got(config: Config, grid: Grid, mark: str) -> str:
+    """Two convolutions halve the rows and columns of patches."""
+    tower = tower_of(config)
+    side = side_of(tower.get("image_size", 1024)) // side_of(tower.get("patch_size", 16))
+    return mark * (-(-side // 4)) ** 2
+
+
+def views(_: Config, made: Mapping[str, Any]) -> Grid:
+    """How many views of a picture there are: the quarters, if it is split, and the whole."""
+    return (len(made["pixel_values"][0]),)
+
+
+def write_idefics2(config: Config, grid: Grid, mark: str) -> str:
+    shown = mark * int(config.get("perceiver_config", {}).get("resampler_n_latents", 64))
+    return f"{EDGE}{shown}{EDGE}" * grid[0]
+
+
+def join_idefics2(text: str) -> str:
+    """One mark stands between images beside each other, and a space between one and a word."""
+    return re.sub(rf"{EDGE}(?=[^\s<])", f"{EDGE} ", text.replace(EDGE * 2, EDGE))
+
+
+def write_janus(config: Config, grid: Grid, mark: str) -> str:
+    shown = write_siglip({**config, "vision_config": {**_JANUS, **tower_of(config)}}, grid, mark)
+    return f"<begin_of_image>{shown}<end_of_image>"
+
+
+def write_siglip(config: Config, grid: Grid, mark: str) -> str:
+    tower = tower_of(config)
+    return mark * (side_of(tower.get("image_size", 224)) // side_of(tower.get("patch_size", 16))) ** 2
+
+
+def patches(_: Config, made: Mapping[str, Any]) -> Grid:
+    time, height, width = made["image_grid_thw"][0]
+    return int(time), int(height), int(width)
+
+
+def merge_side(config: Config) -> int:
+    return int(tower_of(config).get("spatial_merge_size", 2))
+
+
+def write_patches(config: Config, grid: Grid, mark: str) -> str:
+    time, height, width = grid
+    return mark * (time * height * width // merge_side(config) ** 2)
+
+
+def patches_and_side(config: Config, made: Mapping[str, Any]) -> Grid:
+    return *patches(config, made), int(made["image_merge_sizes"][0])
+
+
+def write_merged(config: Config, grid: Grid, mark: str) -> str:
+    """The last number of `grid` is the side of the square of patches that make one token."""
+    time, height, width, side = grid
+    return mark * (time * height * width // side**2)
+
+
+def sides_and_crops(_: Config, made: Mapping[str, Any]) -> Grid:
+    """How wide the whole is, and each crop, and how many crops there are."""
+    crops = int(made["num_local_patches"][0])
+    return int(made["pixel_values"][0].shape[-1]), int(made["pixel_values_local"][0].shape[-1]) if crops else 0, crops
+
+
+def write_ocr(config: Config, grid: Grid, mark: str) -> str:
+    """The crops, the whole, and a token that ends them."""
+    patch = 4 * side_of(tower_of(config).get("sam_config", {}).get("patch_size", 16))
+    whole, crop = ((-(-side // patch)) ** 2 for side in grid[:2])
+    return mark * (whole + crop * grid[2] + 1)
+
+
+def rows_by_columns(_: Config, made: Mapping[str, Any]) -> Grid:
+    rows, columns = made["grids"][0]
+    return int(rows), int(columns)
+
+
+def write_ovis(config: Config, grid: Grid, mark: str) -> str:
+    """The whole, and the tiles row by row, with `OVIS_MARKS` around and between them. Raises `ModelLoadError`."""
+    tower, (rows, columns) = tower_of(config), grid
+    if (found := tower.get("tokenize_function", "softmax")) not in ("softmax", "st_argmax"):
+        raise ModelLoadError(
+            f"config.json has tokenize_function {found!r}, by which an image looks different each time"
+        )
+    side = side_of(tower.get("image_size", 224)) // side_of(tower.get("patch_size", 14))
+    tile = mark * (-(-side // int(tower.get("hidden_stride", 1)))) ** 2
+    start, whole, between, under, end = OVIS_MARKS
+    tiles = under.join([between.join([tile] * columns)] * rows) if rows * columns > 1 else ""
+    return f"{start}{tile}{whole}{tiles}{end}"
+
+
+def ovis_marks(config: Config) -> dict[str, int]:
+    return dict(zip(OVIS_MARKS, config["visual_indicator_token_ids"], strict=True))
+
+
+def tile_count(_: Config, made: Mapping[str, Any]) -> Grid:
+    return (int(made["num_patches"][0]),)
+
+
+def write_internvl(config: Config, grid: Grid, mark: str) -> str:
+    return f"<img>{mark * int(config.get('image_seq_length', 256)) * grid[0]}</img>"
+
+
+def sizes(_: Config, made: Mapping[str, Any]) -> Grid:
+    height, width = made["image_sizes"][0]
+    return int(height), int(width)
+
+
+def sizes_and_count(config: Config, made: Mapping[str, Any]) -> Grid:
+    return *sizes(config, made), int(made["batch_num_images"][0])
+
+
+def pixtral_patch(config: Config) -> int:
+    merge = 1 if config.get("model_type") == "llava" else config.get("spatial_merge_size", 2)
+    return side_of(tower_of(config).get("patch_size", 16)) * int(merge)
+
+
+def write_pixtral(config: Config, grid: Grid, mark: str) -> str:
+    patch = pixtral_patch(config)
+    rows, columns = grid[0] // patch, grid[1] // patch
+    return "[IMG_BREAK]".join([mark * columns] * rows) + "[IMG_END]"
+
+
+def write_lighton(config: Config, grid: Grid, mark: str) -> str:
+    patch = pixtral_patch(config)
+    return mark * (grid[0] // patch * (grid[1] // patch))
+
+
+def crops(_: Config, made: Mapping[str, Any]) -> Grid:
+    return (int(made["num_crops"][0]),)
+
+
+def write_gemma(config: Config, grid: Grid, mark: str) -> str:
+    one = f"\n\n<start_of_image>{mark * gemma_tokens(config)}<end_of_image>\n\n"
+    if not grid[0]:
+        return one
+    crops = " ".join([one] * grid[0])
+    return f"Here is the original image {one} and here are some crops to help you see better {crops}"
+
+
+def gemma_tokens(config: Config) -> int:
+    return int(config.get("mm_tokens_per_image", 256))
+
+
+def soft_tokens(_: Config, made: Mapping[str, Any]) -> Grid:
+    return (int(made["num_soft_tokens_per_image"][0]),)
+
+
+def mutual_soft_tokens(config: Config) -> int:
+    """E2B and E4B see images causally."""
+    default = "vision" if config.get("model_type") == "gemma4_unified" else None
+    found = config.get("text_config", {}).get("use_bidirectional_attention", default)
+    return BUDGETS[-1] if found == "vision" else 0
