@@ -47,7 +47,7 @@ from .middleware.refused import RefusedBodies
 from .models.adapters import add_adapters
 from .models.catalogue import CatalogueRoutes
 from .models.states import ModelRoutes
-from .openapi import complete
+from .openapi import add_pages, complete
 from .paths import advice, methods, without_slash
 from .preparers import Preparers
 from .requests import Gateway
@@ -77,7 +77,15 @@ def create_app(
 
     Raises `ConfigurationError` for malformed API keys.
     """
-    app = FastAPIOffline(title="Penstock", version=version, license_info={"name": "Apache-2.0"}, redirect_slashes=False)
+    app = FastAPIOffline(
+        docs_url=None,
+        redoc_url=None,
+        title="Penstock",
+        version=version,
+        license_info={"name": "Apache-2.0"},
+        redirect_slashes=False,
+    )
+    add_pages(app)
     _add_error_handlers(app)
     _add_middleware(app, settings, bridge)
     preparers = Preparers(registry, ImageLimits.of(settings))

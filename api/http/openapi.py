@@ -1,4 +1,4 @@
-"""The OpenAPI page's bodies, which the pipeline checks instead of FastAPI, and its refusals."""
+"""The OpenAPI pages, the bodies that they show, which the pipeline checks instead of FastAPI, and the refusals."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
+from fastapi.responses import HTMLResponse
 from pydantic import BaseModel
 
 from .middleware.keys import is_open
@@ -29,6 +31,33 @@ REFUSALS = {
 }
 _SSE = {"text/event-stream": {"schema": {"type": "string"}}}
 STREAMED: dict[int | str, dict[str, Any]] = {"200": {"description": "Events", "content": _SSE}}  # for `responses`
+_FILES = "static-offline-docs"  # where FastAPIOffline serves the files of both pages
+
+
+def add_pages(app: FastAPI) -> None:
+    """The pages `/docs` and `/redoc`. Their links are relative, as those of the page at `/` are: a proxy may serve
+    Penstock below a path of its own."""
+    schema, icon = "openapi.json", f"{_FILES}/favicon.png"
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return get_swagger_ui_html(
+            openapi_url=schema,
+            title="Penstock - Swagger UI",
+            swagger_js_url=f"{_FILES}/swagger-ui-bundle.js",
+            swagger_css_url=f"{_FILES}/swagger-ui.css",
+            swagger_favicon_url=icon,
+        )
+
+    @app.get("/redoc", include_in_schema=False)
+    async def redoc() -> HTMLResponse:
+        return get_redoc_html(
+            openapi_url=schema,
+            title="Penstock - ReDoc",
+            redoc_js_url=f"{_FILES}/redoc.standalone.js",
+            redoc_favicon_url=icon,
+            with_google_fonts=False,
+        )
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -74,6 +103,7 @@ def complete(app: FastAPI, *, keys: bool) -> None:
             if isinstance(extra := getattr(route, "openapi_extra", None), Bodies):
                 extra.make()
         schema = described()
+        schema["servers"] = [{"url": "."}]  # where the schema is, also below a path of a proxy's
         components = schema.setdefault("components", {})
         text = {"type": "string"}
         fields = {

@@ -23,6 +23,7 @@ from ...schemas.openai.body import model_of
 from ...schemas.openai.completions import parse_request
 from ...schemas.openai.item_messages import chat_messages
 from ...schemas.openai.items import input_items as items_of
+from ...schemas.openai.response_paths import refused_in_response
 from ...schemas.openai.response_tools import hosted
 from ...schemas.openai.responses import ResponsesRequest, parse_responses
 from ...schemas.wire import codec
@@ -168,8 +169,12 @@ class ResponseRoutes(Routes):
         before = await history.items(job, await history.origin(job, asked))
         items, named = [*before, *await history.input(job, asked)], asked.namespaced
         messages = chat_messages(items, asked.instructions, namespaced=named, before=len(before))
-        chat = parse_request("/v1/chat/completions", asked.chat_body(messages, (), first=True, tools_allowed=True))
-        tokens = await self._gateway.preparers.prompt(await self._gateway.preparers.card(asked.model), chat)
+        body = asked.chat_body(messages, (), first=True, tools_allowed=True)
+        try:
+            chat = parse_request("/v1/chat/completions", body)
+            tokens = await self._gateway.preparers.prompt(await self._gateway.preparers.card(asked.model), chat)
+        except InvalidRequest as refusal:
+            raise refused_in_response(refusal, asked) from None
         return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 
     async def retrieve(self, id: str, request: Request) -> Response:

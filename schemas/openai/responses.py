@@ -233,6 +233,10 @@ class ResponsesRequest(Body):
             body["tool_choice"] = choice if tools_allowed else "none"
         return body
 
+    def offered(self, tools: Sequence[LoopTool], *, first: bool) -> list[Offered]:
+        """The tools of the chat request of a turn, in their order; the parameters are those of `chat_body`."""
+        return self._offer([*self.client_tools, *tools], first)[0]
+
     def _offer(self, tools: list[Offered], first: bool) -> tuple[list[Offered], str | dict[str, Any]]:
         """The tools that the model sees, and the chat's `tool_choice`."""
         match self.tool_choice:

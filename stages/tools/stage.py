@@ -18,6 +18,7 @@ from ...schemas.jobs import Job
 from ...schemas.loops import Begun, Ended, Items, LoopJob, LoopTool, Step, Turned, TurnId
 from ...schemas.openai.item_messages import chat_messages
 from ...schemas.openai.items import Approval, approved_calls
+from ...schemas.openai.response_paths import in_response
 from ...schemas.openai.responses import ResponsesRequest, parse_responses
 from ...schemas.openai.turn_items import TurnItems, item_id
 from ...schemas.wire import codec
@@ -240,7 +241,7 @@ class Tools(Stage):
             await self._publish_end(stored)
         elif last is not None and last.reason == "deadline":
             await self._end(stored, "failed", ErrorBody.of(DeadlineExceeded("The deadline passed in a turn.")))
-        elif last is not None and (last.reason in INCOMPLETE or _spent(stored) >= (request.max_output_tokens or inf)):
+        elif last is not None and (last.reason in INCOMPLETE or stored.spent >= (request.max_output_tokens or inf)):
             await self._end(stored, "incomplete")
         elif last is not None and ("mcp_call" not in kinds or kinds & _CLIENTS):
             await self._end(stored, "completed")
@@ -259,8 +260,8 @@ class Tools(Stage):
         body = request.chat_body(
             chat_messages(items, request.instructions, tools=begun.tools, namespaced=named, before=len(history)),
             begun.tools,
-            first=turn.turn == 1 and not count(begun.items),
-            spent=_spent(stored),
+            first=_is_first(turn, begun),
+            spent=stored.spent,
             tools_allowed=not is_last and count(stored.output) < (request.max_tool_calls or inf),
         )
         if await self.pipe.broker.replay(EVENTS, self.pipe.subjects.events_at(job.tenant, id)):
@@ -275,6 +276,7 @@ class Tools(Stage):
     async def _take(self, stored: Stored, turn: TurnId) -> None:
         """Continue after a turn that has ended."""
         begun, job = stored.begun, stored.begun.job
+        asked = parse_responses(job.body)
         tokens, final = await answer_of(self.pipe, job.tenant, str(turn))
         match final:
             case Failed(error=error) if error.status in (429, 503) and (turn.turn > 1 or count(begun.items)):
@@ -282,11 +284,10 @@ class Tools(Stage):
                 await asyncio.sleep(min(error.retry_after or 1.0, MAX_PAUSE))
                 await self._ask(stored, turn._replace(attempt=turn.attempt + 1))
             case Failed(error=error) | Expired(error=error):
-                await self._end(stored, "failed", error)
+                await self._end(stored, "failed", in_response(error, asked, begun.tools, first=_is_first(turn, begun)))
             case Cancelled():
                 await self._end(stored, "cancelled")
             case Done(finish_reasons=(reason, *_), usage=usage, fallback=fallback):
-                asked = parse_responses(job.body)
                 named, custom, logprobs = asked.namespaced, asked.custom_names, asked.wants_logprobs
                 fold = TurnItems(str(turn), begun.callable, namespaced=named, custom=custom, logprobs=logprobs)
                 for token in tokens:
@@ -345,6 +346,5 @@ class Tools(Stage):
             await self._log.delete(job.tenant, stored)
 
 
-def _spent(stored: Stored) -> int:
-    """The number of output tokens so far."""
-    return sum(turn.usage["completion_tokens"] for turn in stored.turns)
+def _is_first(turn: TurnId, begun: Begun) -> bool:  # nothing has been generated or called before
+    return turn.turn == 1 and not count(begun.items)

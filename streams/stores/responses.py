@@ -53,6 +53,11 @@ class Stored:
         return [*self.begun.items, *(item for turn in self.turns for item in turn.items)]
 
     @property
+    def spent(self) -> int:
+        """The number of output tokens so far."""
+        return sum(turn.usage["completion_tokens"] for turn in self.turns)
+
+    @property
     def index(self) -> int:
         """The number of events published up to the newest entry."""
         return self.turns[-1].index if self.turns else self.begun.index

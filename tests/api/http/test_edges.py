@@ -8,7 +8,9 @@ import json
 import re
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urljoin
 
+import orjson
 import pytest
 from applications import Applications, Script
 from asgi import HEADERS, Response, ask
@@ -204,14 +206,22 @@ async def test_an_origin_that_no_browser_sends_is_refused(origins: str) -> None:
         await Script.start(cors_origins=origins)
 
 
-def test_the_documentation_needs_no_other_server(applications: Applications) -> None:
-    page = applications.run(ask(applications.apps[0], "GET", "/docs")).body.decode()
-    links = re.findall(r'(?:src|href)="([^"]+)"', page)
-    assert len(links) >= 2
+@pytest.mark.parametrize("path", ["/docs", "/redoc"])
+def test_the_documentation_needs_no_other_server(applications: Applications, path: str) -> None:
+    """A proxy may serve it below a path of its own, which it takes off."""
+    page = applications.run(ask(applications.apps[0], "GET", path)).body.decode()
+    links = re.findall(r"""(?:src|href|url|spec-url)(?:=|: )["']([^"']+)["']""", page)
+    assert len(links) >= 3 and "openapi.json" in links
     for link in links:
-        assert link.startswith("/")
-        assert applications.run(ask(applications.apps[0], "GET", link)).status == 200
+        whole = urljoin(f"http://proxy.example/below{path}", link)
+        assert whole.startswith("http://proxy.example/below/")
+        assert (
+            applications.run(ask(applications.apps[0], "GET", whole[len("http://proxy.example/below") :])).status == 200
+        )
     assert "//" not in re.sub(r"/\*.*?\*/", "", page, flags=re.DOTALL).replace("<!--", "")
+    schema = orjson.loads(applications.run(ask(applications.apps[0], "GET", "/openapi.json")).body)
+    servers = [urljoin("http://proxy.example/below/openapi.json", server["url"]) for server in schema["servers"]]
+    assert servers == ["http://proxy.example/below/"]
 
 
 def test_deep_json_is_taken_to_where_it_can_be_written_again(applications: Applications) -> None:

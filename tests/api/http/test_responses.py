@@ -373,6 +373,58 @@ def test_an_item_can_be_referred_to(office: Office) -> None:
     assert "Blue." in office.model.asked[-1]
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (
+            {
+                "tools": [
+                    {"type": "web_search"},
+                    {
+                        "type": "custom",
+                        "name": "c",
+                        "format": {"type": "grammar", "syntax": "regex", "definition": "("},
+                    },
+                ]
+            },
+            "tools[1].format",
+        ),
+        (
+            {
+                "tools": [
+                    {"type": "namespace", "name": "n", "tools": [WEATHER, WEATHER | {"name": "f", "strict": True}]},
+                    WEATHER | {"name": "g"},
+                ]
+            },
+            "tools[0].tools[1].parameters.additionalProperties",
+        ),
+        (
+            {
+                "tools": [WEATHER | {"name": "g"}, WEATHER | {"parameters": {"type": "odd"}}],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "auto",
+                    "tools": [{"type": "function", "name": "weather"}],
+                },
+            },
+            "tools[1].parameters.type",
+        ),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "odd"}}}},
+            "text.format.schema.type",
+        ),
+        ({"input": "word " * 4000}, "input"),
+    ],
+)
+def test_a_refusal_names_the_parameters_of_the_response(office: Office, body: dict[str, Any], param: str) -> None:
+    refused = office.refused(400, **{"input": "Go."} | body)
+    assert refused["param"] == param
+    if param != "input":  # a prompt that is too long is counted
+        assert refused["message"].startswith(f"{param}: ")
+        counted = office.ask("POST", "/v1/responses/input_tokens", {"model": "echo", "input": "Go."} | body)
+        assert counted.error["param"] == param
+
+
 def test_nothing_is_kept_of_what_shall_not_be(office: Office) -> None:
     before = office.kept()
     made = office.create(call("add", a=1, b=1), "2.", input="1 + 1?", tools=functions(), store=False)
