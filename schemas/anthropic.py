@@ -30,6 +30,7 @@ from .anthropic_blocks import (
     ToolUseBlock,
     as_blocks,
 )
+from .anthropic_tools import ClientTool, is_of_client
 from .errors import InvalidRequest
 from .jobs import Priority
 from .openai.body import Body, ModelName, OpenBody, Unsupported
@@ -59,6 +60,12 @@ class Tool(Marked):
     input_examples: list[dict[str, Any]] | None = None
     allowed_callers: list[str] | None = None
 
+    @property
+    def function(self) -> dict[str, Any]:
+        """The tool as the function of a chat request."""
+        kept = {"name", "description", "input_schema", "strict"}
+        return self.model_dump(include=kept, by_alias=True, exclude_none=True)
+
 
 class ServerTool(Marked):
     """A tool that Anthropic's servers run; the model does not see it."""
@@ -70,12 +77,22 @@ class ServerTool(Marked):
 _is_of_server = re.compile(r"(web_search|web_fetch|code_execution|tool_search_tool_(regex|bm25))(_[0-9]{8})?").fullmatch
 
 
-def _tool_kind(tool: object) -> str:
-    return "<server>" if isinstance(tool, dict) and _is_of_server(str(tool.get("type"))) else "<custom>"
+def _tool_kind(tool: object) -> str | None:
+    if not isinstance(tool, dict):
+        return "<custom>"
+    if _is_of_server(str(kind := tool.get("type"))):
+        return "<server>"
+    return "<client>" if is_of_client(kind) else "<custom>" if kind in (None, "custom") else None
 
 
 AnyTool = Annotated[
-    Annotated[ServerTool, Tag("<server>")] | Annotated[Tool, Tag("<custom>")], Discriminator(_tool_kind)
+    Annotated[ServerTool, Tag("<server>")] | Annotated[ClientTool, Tag("<client>")] | Annotated[Tool, Tag("<custom>")],
+    Discriminator(
+        _tool_kind,
+        custom_error_type="tool_type",
+        custom_error_message="Input should be a tool of type custom, bash, text_editor or memory, or one that "
+        "Anthropic's servers run, which has no effect; there are no others",
+    ),
 ]
 
 
@@ -168,9 +185,8 @@ class CountRequest(Body):
     def chat_body(self) -> dict[str, Any]:
         """The body of a chat request. Raises `InvalidRequest` for a block that its message cannot hold."""
         body: dict[str, Any] = {"model": self.model, "messages": _chat_messages(self.system, self.messages)}
-        if tools := [tool for tool in self.tools or () if isinstance(tool, Tool)]:
-            kept = {"name", "description", "input_schema", "strict"}
-            functions = [tool.model_dump(include=kept, by_alias=True, exclude_none=True) for tool in tools]
+        if tools := [tool for tool in self.tools or () if not isinstance(tool, ServerTool)]:
+            functions = [tool.function for tool in tools]
             body["tools"] = [{"type": "function", "function": function} for function in functions]
         if choice := self.tool_choice:
             named = {"type": "function", "function": {"name": choice.name}}

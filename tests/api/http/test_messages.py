@@ -491,7 +491,10 @@ def content(*blocks: Any, role: str = "user") -> dict[str, Any]:
         (content({"type": "tool_use", "id": "t", "name": "n", "input": {}}), "cannot have a block of type tool_use"),
         (content("Hello"), "messages[0].content[0]"),
         (content(role="tool"), "messages[0].role"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+        (
+            {"tools": [{"type": "computer_20250124", "name": "bash"}]},
+            "tools[0]: Input should be a tool of type custom, bash",
+        ),
         ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management.edits[0].type"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers is not supported here; send the tools of MCP servers to"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice: must have name if and only if its type is tool"),

@@ -1,0 +1,72 @@
+"""Tools of Anthropic's that clients run: the official client names them, and a model can only call them as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic.types.beta import BetaMemoryTool20250818Command
+from pydantic import TypeAdapter
+from serving import Served
+
+ASKED: Any = [{"role": "user", "content": "Do it"}]
+COOL = {"temperature": 0.5}
+EDITOR = {"view": {"path"}, "create": {"path", "file_text"}, "str_replace": {"path", "old_str"}}
+
+
+@pytest.fixture
+def client(tool_server: Served) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=tool_server.url, api_key="none", max_retries=0)
+
+
+def called(client: anthropic.Anthropic, kind: str, name: str) -> list[Mapping[str, Any]]:
+    """What the model, a random one, gives the tool, of five tries; a text that never ends is none."""
+    tool: Any = {"type": kind, "name": name}
+    choice: Any = {"type": "tool", "name": name}
+    found: list[Mapping[str, Any]] = []
+    for _ in range(5):
+        answer = client.messages.create(
+            model="tools", max_tokens=1500, messages=ASKED, tools=[tool], tool_choice=choice, extra_body=COOL
+        )
+        if answer.stop_reason == "tool_use":
+            (block,) = [block for block in answer.content if block.type == "tool_use"]
+            assert block.name == name and isinstance(block.input, dict)
+            found.append(block.input)
+    assert found
+    return found
+
+
+def test_bash(client: anthropic.Anthropic) -> None:
+    for given in called(client, "bash_20250124", "bash"):
+        assert set(given) == {"command"} or given == {"restart": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "inserted", "more"),
+    [
+        ("text_editor_20250728", "str_replace_based_edit_tool", "insert_text", {}),
+        ("text_editor_20250124", "str_replace_editor", "new_str", {"undo_edit": {"path"}}),
+    ],
+)
+def test_an_editor(client: anthropic.Anthropic, kind: str, name: str, inserted: str, more: dict[str, set[str]]) -> None:
+    needed = EDITOR | {"insert": {"path", "insert_line", inserted}} | more
+    for given in called(client, kind, name):
+        own = needed[given["command"]]
+        assert own < set(given) <= own | {"command", "view_range", "new_str"}
+
+
+def test_the_memory_takes_what_the_official_client_reads(client: anthropic.Anthropic) -> None:
+    reader: TypeAdapter[Any] = TypeAdapter(BetaMemoryTool20250818Command)
+    for given in called(client, "memory_20250818", "memory"):
+        reader.validate_python(given, extra="forbid")
+
+
+def test_others_are_refused_by_name(client: anthropic.Anthropic) -> None:
+    tool: Any = {"type": "computer_20250124", "name": "computer"}
+    with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\]: Input should be a tool of type custom, bash"):
+        client.messages.create(model="tools", max_tokens=9, messages=ASKED, tools=[tool])
+    tool = {"type": "bash_20250124", "name": "shell"}
+    with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\]\.name"):
+        client.messages.create(model="tools", max_tokens=9, messages=ASKED, tools=[tool])
