@@ -16,13 +16,18 @@ _INSERTS_NEW_STR = (*_UNDOES, "text_editor_20250429")
 
 _TEXT, _LINE = {"type": "string"}, {"type": "integer", "minimum": 0}
 _RANGE = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}
+_FIELDS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("path", "file_text", "old_str", "new_str", "insert_text", "old_path", "new_path"), _TEXT),
+    "insert_line": _LINE,
+    "view_range": _RANGE,
+}
 _BASH = {
     "description": "Run a command in a bash session, which keeps its state. restart begins a new session.",
     "parameters": {
-        "anyOf": [
-            {"type": "object", "properties": {name: value}, "required": [name], "additionalProperties": False}
-            for name, value in (("command", _TEXT), ("restart", {"type": "boolean", "const": True}))
-        ]
+        "type": "object",
+        "properties": {"command": _TEXT, "restart": {"type": "boolean"}},
+        "additionalProperties": False,
+        "anyOf": [{"required": ["command"]}, {"required": ["restart"]}],
     },
 }
 
@@ -52,28 +57,29 @@ class ClientTool(Marked):
                 "description": "Keep notes in files below /memories, for later conversations. view shows a directory "
                 "or a file, or the lines of it in view_range.",
                 "parameters": _commands(
-                    view=({"path": _TEXT}, {"view_range": _RANGE}),
-                    create=({"path": _TEXT, "file_text": _TEXT}, {}),
-                    str_replace=({"path": _TEXT, "old_str": _TEXT, "new_str": _TEXT}, {}),
-                    insert=({"path": _TEXT, "insert_line": _LINE, "insert_text": _TEXT}, {}),
-                    delete=({"path": _TEXT}, {}),
-                    rename=({"old_path": _TEXT, "new_path": _TEXT}, {}),
+                    "view_range",
+                    view=["path"],
+                    create=["path", "file_text"],
+                    str_replace=["path", "old_str", "new_str"],
+                    insert=["path", "insert_line", "insert_text"],
+                    delete=["path"],
+                    rename=["old_path", "new_path"],
                 ),
             }
         inserted = "new_str" if self.type in _INSERTS_NEW_STR else "insert_text"
-        commands: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-            "view": ({"path": _TEXT}, {"view_range": _RANGE}),
-            "create": ({"path": _TEXT, "file_text": _TEXT}, {}),
-            "str_replace": ({"path": _TEXT, "old_str": _TEXT}, {"new_str": _TEXT}),
-            "insert": ({"path": _TEXT, "insert_line": _LINE, inserted: _TEXT}, {}),
+        commands = {
+            "view": ["path"],
+            "create": ["path", "file_text"],
+            "str_replace": ["path", "old_str"],
+            "insert": ["path", "insert_line", inserted],
         }
         if self.type in _UNDOES:
-            commands["undo_edit"] = ({"path": _TEXT}, {})
+            commands["undo_edit"] = ["path"]
         return {
             "description": "View, create and edit text files. view shows a directory or a file, or the lines of it in "
             "view_range; str_replace replaces old_str, which must be in the file once; insert puts its text behind the "
             "line insert_line.",
-            "parameters": _commands(**commands),
+            "parameters": _commands("view_range", "new_str", **commands),
         }
 
 
@@ -82,16 +88,19 @@ def is_of_client(type: object) -> bool:
     return _is_of_client(str(type)) is not None
 
 
-def _commands(**commands: tuple[dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
-    """The schema of a tool with several commands, each with the fields that it needs and those that it may have."""
+def _commands(*possible: str, **commands: list[str]) -> dict[str, Any]:
+    """The schema of a tool with several commands, each with the fields that it needs, and those that some may have.
+
+    All stand in one object, since some chat templates show nothing else.
+    """
+    names = dict.fromkeys([*(name for needed in commands.values() for name in needed), *possible])
+    command = {"type": "string", "enum": list(commands)}
     return {
+        "type": "object",
+        "properties": {"command": command, **{name: _FIELDS[name] for name in names}},
+        "required": ["command"],
+        "additionalProperties": False,
         "anyOf": [
-            {
-                "type": "object",
-                "properties": {"command": {"type": "string", "const": command}, **needed, **possible},
-                "required": ["command", *needed],
-                "additionalProperties": False,
-            }
-            for command, (needed, possible) in commands.items()
-        ]
+            {"properties": {"command": {"const": name}}, "required": needed} for name, needed in commands.items()
+        ],
     }
