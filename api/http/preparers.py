@@ -7,6 +7,7 @@ import sys
 
 import structlog
 
+from ...engine.preparing.documents import read_documents
 from ...engine.preparing.prepare import Preparer
 from ...engine.preparing.preparers import PreparerCache
 from ...engine.vision.reading import ANY, ImageLimits
@@ -56,5 +57,6 @@ class Preparers:
     async def prompt(self, card: ModelCard, request: ChatRequest | CompletionRequest | EmbeddingRequest) -> list[int]:
         """The tokens of the prompt, however many. Raises `InvalidRequest`, and what `of` raises."""
         prepare = (await self.of(card)).prepare
+        request = await read_documents(request)
         found = await asyncio.to_thread(prepare, request, context_length=sys.maxsize, name=card.name, seed=0)
         return found.prompts[0]

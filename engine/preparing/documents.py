@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import subprocess
 import sys
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from ...schemas.errors import InvalidRequest
 from ...schemas.openai.chat import ChatMessage
@@ -20,7 +23,9 @@ from ...schemas.openai.documents import document
 
 MOST_DOCUMENTS = 64  # of one request
 KEPT = 32 << 20  # characters of texts that are kept, for the next turn of a chat
-TIME = 30.0  # seconds that one PDF may take
+TIME = 20.0  # seconds that the PDFs of a request may take together
+
+Request = TypeVar("Request")
 
 _PDF = b"%PDF-"
 _HEADER = 1024  # bytes within which a PDF says that it is one
@@ -28,6 +33,7 @@ _WHAT_TO_SEND = "send a text in UTF-8 or a PDF, in base64"
 
 _texts: OrderedDict[bytes, str] = OrderedDict()  # of PDFs by digest, the least recently used first
 _texts_lock = Lock()
+_readers = ThreadPoolExecutor(2, "documents")
 
 
 def has_documents(request: object) -> bool:
@@ -35,8 +41,16 @@ def has_documents(request: object) -> bool:
     return isinstance(request, ChatRequest) and any(message.files for message in request.messages)
 
 
+async def read_documents(request: Request) -> Request:
+    """A request of any kind, as `with_texts` returns a chat; two at a time are read, while others wait for nothing."""
+    if not has_documents(request):
+        return request
+    chat = cast(ChatRequest, request)
+    return cast(Request, await asyncio.get_running_loop().run_in_executor(_readers, with_texts, chat))
+
+
 def with_texts(request: ChatRequest) -> ChatRequest:
-    """The request with the texts of its documents in their places; blocks while a PDF is read.
+    """The request with the texts of its documents in their places; blocks while PDFs are read.
 
     Raises `InvalidRequest` where a document has no text, cannot be read, or may not be.
     """
@@ -49,7 +63,8 @@ def with_texts(request: ChatRequest) -> ChatRequest:
             code="too_many_documents",
             param="messages",
         )
-    messages = [_read(message, f"messages[{index}]") for index, message in enumerate(request.messages)]
+    end = time.monotonic() + TIME
+    messages = [_read(message, f"messages[{index}]", end) for index, message in enumerate(request.messages)]
     return request.model_copy(update={"messages": messages})
 
 
@@ -70,7 +85,8 @@ def without_documents(body: Mapping[str, Any]) -> dict[str, Any]:
     return {**body, "messages": messages}
 
 
-def _read(message: ChatMessage, path: str) -> ChatMessage:
+def _read(message: ChatMessage, path: str, end: float) -> ChatMessage:
+    """The message without documents; at `end` on the monotonic clock their time is over."""
     if not message.files:
         return message
     parts: list[Any] = list(message.content or ())
@@ -78,13 +94,13 @@ def _read(message: ChatMessage, path: str) -> ChatMessage:
         where = f"{path}.content[{index}]"
         if message.role != "user":
             raise _refused(where, f"a message with the role {message.role} cannot have documents; send them as user")
-        text = document(_text(part, f"{where}.file"), source=part.file.filename)
+        text = document(_text(part, f"{where}.file", end), source=part.file.filename)
         before, behind = "\n" * (index > 0), "\n" * (index < len(parts) - 1)  # templates join parts without a space
         parts[index] = TextPart(type="text", text=f"{before}{text}{behind}")
     return message.model_copy(update={"content": parts})
 
 
-def _text(part: FilePart, path: str) -> str:
+def _text(part: FilePart, path: str, end: float) -> str:
     file = part.file
     if file.file_id is not None or file.file_data is None:
         raise _refused(path, f"documents are taken from file_data alone; {_WHAT_TO_SEND}")
@@ -98,7 +114,7 @@ def _text(part: FilePart, path: str) -> str:
     except (binascii.Error, ValueError) as error:
         raise _refused(path, f"this is not valid base64 ({error}); encode the document again") from None
     if _PDF in data[:_HEADER]:
-        text = _text_of_pdf(data, path)
+        text = _text_of_pdf(data, path, end)
     else:
         try:
             text = data.decode("utf-8-sig")
@@ -111,7 +127,7 @@ def _text(part: FilePart, path: str) -> str:
     return text
 
 
-def _text_of_pdf(data: bytes, path: str) -> str:
+def _text_of_pdf(data: bytes, path: str, end: float) -> str:
     """Read in a process of its own, which may be killed: some PDFs take for ever, or all memory."""
     key = sha256(data).digest()
     with _texts_lock:
@@ -120,9 +136,10 @@ def _text_of_pdf(data: bytes, path: str) -> str:
             return _texts[key]
     command = [sys.executable, "-m", f"{__package__}.pdf_text"]
     try:
-        child = subprocess.run(command, input=data, capture_output=True, timeout=TIME, check=False)
+        left = max(0.0, end - time.monotonic())
+        child = subprocess.run(command, input=data, capture_output=True, timeout=left, check=False)
     except subprocess.TimeoutExpired:
-        raise _refused(path, f"reading this PDF takes longer than {TIME:.0f} s; send its text") from None
+        raise _refused(path, f"reading the PDFs up to this one takes longer than {TIME:g} s; send its text") from None
     if child.returncode:
         said = child.stderr.decode(errors="replace").strip().splitlines()
         why = said[-1] if child.returncode == 1 and said else "it takes too much time or memory"

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 MEMORY = 1 << 30  # bytes of addresses that reading may take in addition to what is loaded
-SECONDS = 30  # of CPU time
+SECONDS = 20  # of CPU time
 MOST_PAGES = 1000
 
 

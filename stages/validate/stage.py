@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from ...engine.grammar.checker import GrammarChecker
 from ...engine.plug_ins.found import PlugIns
-from ...engine.preparing.documents import has_documents
+from ...engine.preparing.documents import has_documents, read_documents
 from ...engine.preparing.preparers import PreparerCache, PreparerKey
 from ...engine.vision.chat import has_images
 from ...engine.vision.reading import ImageLimits
@@ -202,14 +202,14 @@ class Validate(Stage):
         fetched = await self._remote.fetch(request) if preparer.sees else {}
         prepare = partial(
             preparer.prepare,
-            request,
+            await read_documents(request),
             fetched=fetched,
             context_length=model.context_length,
             name=model.name,
             seed=secrets.randbits(63),
         )
-        is_short = len(message.data) <= LONG and not has_images(request) and not has_documents(request)
-        if is_short and not _has_lark(request):
+        is_short = len(message.data) <= LONG and not has_documents(request)
+        if is_short and not has_images(request) and not _has_lark(request):
             prepared = prepare()
         else:
             async with self._long:
