@@ -64,7 +64,8 @@ class Tool(Marked):
     def function(self) -> dict[str, Any]:
         """The tool as the function of a chat request."""
         kept = {"name", "description", "input_schema", "strict"}
-        return self.model_dump(include=kept, by_alias=True, exclude_none=True)
+        function = self.model_dump(include=kept, by_alias=True, exclude_none=True)
+        return function | {"may_omit": True} if self.strict else function
 
 
 class ServerTool(Marked):
@@ -195,7 +196,7 @@ class CountRequest(Body):
                 body["parallel_tool_calls"] = False
         body |= self._reasoning()
         if form := (self.output_config and self.output_config.format) or self.output_format:
-            schema = {"name": "output", "schema": form.schema_, "strict": True}
+            schema = {"name": "output", "schema": form.schema_}  # not strict: properties may be optional
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         return body
 

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...config.settings import Settings
 from ...schemas.anthropic import CountRequest, MessagesRequest
+from ...schemas.anthropic_paths import in_message
 from ...schemas.errors import InvalidRequest
 from ...schemas.events import Accepted, Event
 from ...schemas.jobs import Endpoint
@@ -118,7 +119,8 @@ class AnthropicErrors:
             elif refused is not None:  # the body of an error is one message
                 headers, status = MutableHeaders(scope=refused), refused["status"]
                 error = orjson.loads(message["body"])["error"]
-                payload = error_payload(status, error["message"], headers["request-id"], error["code"])
+                fault = in_message(error["message"], error.get("param"))
+                payload = error_payload(status, fault, headers["request-id"], error["code"])
                 message = {**message, "body": orjson.dumps(payload)}
                 headers["content-length"] = str(len(message["body"]))
                 await send({**refused, "status": 529 if status == 503 else status})

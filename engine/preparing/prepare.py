@@ -304,7 +304,7 @@ def _schemas(
             continue
         path = f"tools[{index}].function.parameters"
         try:
-            strict = bool(function.strict)
+            strict = bool(function.strict and not function.may_omit)
             text = json_schema_grammar(function.parameters, path=path, strict=strict, strings=strings).text
         except InvalidRequest as error:
             if function.strict or error.code != "unsupported_schema":

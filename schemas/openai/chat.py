@@ -88,6 +88,7 @@ class Function(OpenBody):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    may_omit: Annotated[bool | None, Field(exclude=True)] = None  # strict as at Anthropic: properties may be optional
 
 
 class FunctionTool(OpenBody):

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import base64
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 import anthropic
 import pytest
 from anthropic.types.beta import BetaMemoryTool20250818Command
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 from serving import Served
 
 ASKED: Any = [{"role": "user", "content": "Do it"}]
 COOL = {"temperature": 0.5}
+DAMAGED = {
+    "type": "document",
+    "source": {"type": "base64", "media_type": "application/pdf", "data": base64.b64encode(b"%PDF-1.4").decode()},
+}
 EDITOR = {"view": {"path"}, "create": {"path", "file_text"}, "str_replace": {"path", "old_str"}}
 
 
 @pytest.fixture
-def client(tool_server: Served) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=tool_server.url, api_key="none", max_retries=0)
+def client(tool_server: Served) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=tool_server.url, api_key="none", max_retries=0) as client:
+        yield client
 
 
 def called(client: anthropic.Anthropic, kind: str, name: str) -> list[Mapping[str, Any]]:
@@ -61,6 +67,49 @@ def test_the_memory_takes_what_the_official_client_reads(client: anthropic.Anthr
     reader: TypeAdapter[Any] = TypeAdapter(BetaMemoryTool20250818Command)
     for given in called(client, "memory_20250818", "memory"):
         reader.validate_python(given)
+
+
+class Find(BaseModel):
+    kind: Literal["fish", "bird"]
+    legs: Literal[2, 4] | None = None
+
+
+def test_what_is_strict_may_have_optional_properties(client: anthropic.Anthropic) -> None:
+    """OpenAI requires every property where something is strict; Anthropic does not."""
+    parsed = client.messages.parse(model="tools", max_tokens=60, messages=ASKED, output_format=Find)
+    assert isinstance(parsed.parsed_output, Find)
+    schema = Find.model_json_schema() | {"additionalProperties": False}
+    tool: Any = {"name": "find", "strict": True, "input_schema": schema}
+    choice: Any = {"type": "tool", "name": "find"}
+    answer = client.messages.create(model="tools", max_tokens=60, messages=ASKED, tools=[tool], tool_choice=choice)
+    (given,) = [block.input for block in answer.content if block.type == "tool_use"]
+    Find.model_validate(given, extra="forbid")
+    schema["properties"]["legs"] = {"unevaluatedItems": False}
+    with pytest.raises(anthropic.BadRequestError, match="unevaluatedItems is not supported"):
+        client.messages.create(model="tools", max_tokens=9, messages=ASKED, tools=[tool], tool_choice=choice)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            {"tools": [{"name": "a", "strict": True, "input_schema": {"type": "thing", "properties": {"b": 1}}}]},
+            "tools[0].input_schema",
+        ),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}},
+            "output_config.format.schema",
+        ),
+        (
+            {"system": "S", "messages": [{"role": "user", "content": [DAMAGED]}]},
+            "messages: this PDF cannot be read",
+        ),
+    ],
+)
+def test_faults_have_the_names_of_the_body(client: anthropic.Anthropic, change: Any, told: str) -> None:
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        client.messages.create(**{"model": "tools", "max_tokens": 9, "messages": ASKED} | change)
+    assert told in refused.value.message and ".function" not in refused.value.message
 
 
 def test_others_are_refused_by_name(client: anthropic.Anthropic) -> None:
