@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import orjson
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from ...schemas.errors import GenerationFailed
 from ...schemas.events import Accepted, Done, FinishReason, Token, ToolCallDelta, Usage
@@ -141,18 +141,19 @@ def error_payload(status: int, message: str, request: str, code: str | None = No
     return {"type": "error", "error": {"type": kind, "message": message, **details}, "request_id": request}
 
 
-def _input(call: ToolCallDelta) -> Piece:
-    """A call's input as the official client reads it from a stream: as much as is there of one that was cut off."""
+def _input(call: ToolCallDelta) -> orjson.Fragment:
+    """A call's input as the official client reads it from a stream: as much as is there of one that was cut off, with
+    numbers of any size."""
     try:
         found = from_json(call.arguments or "{}", allow_partial=True)
     except ValueError:
         found = None
     if not isinstance(found, dict):
         raise GenerationFailed(f"The model called {call.name} with arguments that are not a JSON object; try again.")
-    return found
+    return orjson.Fragment(to_json(found, inf_nan_mode="null"))
 
 
-def _called(call: ToolCallDelta, given: Piece) -> Piece:
+def _called(call: ToolCallDelta, given: orjson.Fragment) -> Piece:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": given, "caller": {"type": "direct"}}
 
 

@@ -197,6 +197,14 @@ async def test_why_it_stopped(reason: FinishReason) -> None:
     assert dictated.stop_reason == "tool_use"
 
 
+async def test_a_number_in_a_call_may_have_any_size() -> None:
+    """JSON has no largest number, and a model may write one that fits into no machine's."""
+    told = Told(await Script.start())
+    events = said(token("", "", ToolCallDelta(0, f'{{"line": {10**60}}}', "t", "edit")), reason="tool_calls")
+    for message in (await told.whole(events, **HELLO), await told.streamed(events, **HELLO)):
+        assert message.content[0].to_dict()["input"] == {"line": 10**60}
+
+
 async def test_a_call_that_was_cut_off_is_the_same_streamed_or_not() -> None:
     told = Told(await Script.start())
     events = said(token("", "", ToolCallDelta(0, '{"a": [1, {"b": "x', "t", "weather")), reason="length")
