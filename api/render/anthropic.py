@@ -153,7 +153,7 @@ def _input(call: ToolCallDelta) -> orjson.Fragment:
     return orjson.Fragment(to_json(found, inf_nan_mode="null"))
 
 
-def _called(call: ToolCallDelta, given: orjson.Fragment) -> Piece:
+def _called(call: ToolCallDelta, given: Piece | orjson.Fragment) -> Piece:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": given, "caller": {"type": "direct"}}
 
 
