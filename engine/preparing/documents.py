@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 from ...schemas.errors import InvalidRequest
 from ...schemas.openai.chat import ChatMessage
 from ...schemas.openai.completions import ChatRequest
-from ...schemas.openai.content import FilePart, TextPart
+from ...schemas.openai.content import FilePart, TextPart, with_parts
 from ...schemas.openai.documents import document
 
 MOST_DOCUMENTS = 64  # of one request
@@ -70,19 +70,7 @@ def with_texts(request: ChatRequest) -> ChatRequest:
 
 def without_documents(body: Mapping[str, Any]) -> dict[str, Any]:
     """The body of a chat request without the bytes of its documents."""
-
-    def emptied(part: Any) -> Any:
-        if isinstance(part, dict) and part.get("type") == "file":
-            return part | {"file": part["file"] | {"file_data": ""}}
-        return part
-
-    messages = [
-        message | {"content": [emptied(part) for part in message["content"]]}
-        if isinstance(message, dict) and isinstance(message.get("content"), list)
-        else message
-        for message in body["messages"]
-    ]
-    return {**body, "messages": messages}
+    return with_parts(body, "file", lambda part: part | {"file": part["file"] | {"file_data": ""}})
 
 
 def _read(message: ChatMessage, path: str, end: float) -> ChatMessage:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ...schemas.errors import InvalidRequest
 from ...schemas.openai.chat import ChatMessage
 from ...schemas.openai.completions import ChatRequest
-from ...schemas.openai.content import ImagePart
+from ...schemas.openai.content import ImagePart, with_parts
 from ..text.chat_messages import reads_parts
 from .reading import ImageLimits, check_image, not_fetched, refused
 
@@ -106,16 +106,4 @@ def marked(content: Sequence[Mapping[str, Any]], template: str, mark: str) -> st
 def without_images(body: Mapping[str, Any], digests: Sequence[str]) -> dict[str, Any]:
     """The body of a chat request whose images have these digests, with these in place of the images."""
     left = iter(digests)
-
-    def replaced(part: Any) -> Any:
-        if isinstance(part, dict) and part.get("type") == "image_url":
-            return part | {"image_url": {"url": f"sha256:{next(left)}"}}
-        return part
-
-    messages = [
-        message | {"content": [replaced(part) for part in message["content"]]}
-        if isinstance(message, dict) and isinstance(message.get("content"), list)
-        else message
-        for message in body["messages"]
-    ]
-    return {**body, "messages": messages}
+    return with_parts(body, "image_url", lambda part: part | {"image_url": {"url": f"sha256:{next(left)}"}})

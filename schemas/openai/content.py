@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Tag
 
@@ -69,3 +70,20 @@ Content = Annotated[
         custom_error_message="Input should be a string or a list of parts",
     ),
 ]
+
+
+def with_parts(
+    body: Mapping[str, Any], kind: str, replaced: Callable[[dict[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    """The body of a chat request with others in place of its parts of a type, in their order."""
+
+    def part_of(part: Any) -> Any:
+        return replaced(part) if isinstance(part, dict) and part.get("type") == kind else part
+
+    messages = [
+        message | {"content": [part_of(part) for part in message["content"]]}
+        if isinstance(message, dict) and isinstance(message.get("content"), list)
+        else message
+        for message in body["messages"]
+    ]
+    return {**body, "messages": messages}
