@@ -8,7 +8,7 @@ _NAMES = (
     (re.compile(r"tools\[([0-9]+)\]\.function\.parameters"), r"tools[\1].input_schema"),
     (re.compile(r"tools\[([0-9]+)\]\.function"), r"tools[\1]"),
     (re.compile(r"response_format\.json_schema|response_format"), "output_config.format"),
-    (re.compile(r"stop$"), "stop_sequences"),
+    (re.compile(r"stop(?=\[|$)"), "stop_sequences"),
     # Turns are merged, so that the number of a message in the chat would mislead.
     (re.compile(r"messages\[[0-9]+\]\.content\[[0-9]+\]\.(image_url\.url|file(\.file_data)?)"), "messages"),
 )
@@ -18,5 +18,5 @@ def in_message(fault: str, param: str | None) -> str:
     """The text of a fault with the names of the body of a Messages request; `param` is the path that it names."""
     for chat, own in _NAMES if param else ():
         if (found := chat.match(param or "")) is not None:
-            return fault.replace(found[0], found.expand(own))
+            return fault.replace(found[0], found.expand(own), 1)  # where it begins; a word may be alike behind it
     return fault

@@ -6,11 +6,20 @@ Here the model is told. Sources: Anthropic's documentation of the bash, text edi
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Any
+
+from pydantic import model_validator
 
 from .anthropic_blocks import Marked
 
-_is_of_client = re.compile(r"(bash|text_editor|memory)_[0-9]{8}").fullmatch
+_NAMES = {
+    "bash": ("bash",),
+    "text_editor": ("str_replace_editor", "str_replace_based_edit_tool"),
+    "memory": ("memory",),
+}
+"""Those that a tool of each kind may have; the kind is its type without the date."""
+
+_is_of_client = re.compile(rf"({'|'.join(_NAMES)})_[0-9]{{8}}").fullmatch
 _UNDOES = ("text_editor_20241022", "text_editor_20250124")
 _INSERTS_NEW_STR = (*_UNDOES, "text_editor_20250429")
 
@@ -37,12 +46,22 @@ class ClientTool(Marked):
     but keep to the schema, also without `strict`."""
 
     type: str
-    name: Literal["bash", "str_replace_editor", "str_replace_based_edit_tool", "memory"]
+    name: str
     max_characters: int | None = None
     strict: bool | None = None
     defer_loading: bool | None = None
     input_examples: list[dict[str, Any]] | None = None
     allowed_callers: list[str] | None = None
+
+    @model_validator(mode="after")
+    def _has_its_name(self) -> ClientTool:
+        if self.name not in (known := _NAMES[self.kind]):
+            raise ValueError(f"of type {self.type} must have the name {' or '.join(known)}")
+        return self
+
+    @property
+    def kind(self) -> str:
+        return self.type.rpartition("_")[0]
 
     @property
     def function(self) -> dict[str, Any]:
@@ -50,9 +69,9 @@ class ClientTool(Marked):
         return {"name": self.name, **self._definition()}
 
     def _definition(self) -> dict[str, Any]:
-        if self.type.startswith("bash"):
+        if self.kind == "bash":
             return _BASH
-        if self.type.startswith("memory"):
+        if self.kind == "memory":
             return {
                 "description": "Keep notes in files below /memories, for later conversations. view shows a directory "
                 "or a file, or the lines of it in view_range.",

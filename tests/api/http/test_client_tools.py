@@ -96,6 +96,8 @@ def test_what_is_strict_may_have_optional_properties(client: anthropic.Anthropic
             {"tools": [{"name": "a", "strict": True, "input_schema": {"type": "thing", "properties": {"b": 1}}}]},
             "tools[0].input_schema",
         ),
+        ({"stop_sequences": ["a", ""]}, "stop_sequences[1]: String should have"),
+        ({"stop_sequences": ["a"] * 17}, "stop_sequences: Tuple should have at most 16"),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}},
             "output_config.format.schema",
@@ -117,5 +119,5 @@ def test_others_are_refused_by_name(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\]: Input should be a tool of type custom, bash"):
         client.messages.create(model="tools", max_tokens=9, messages=ASKED, tools=[tool])
     tool = {"type": "bash_20250124", "name": "shell"}
-    with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\]\.name"):
+    with pytest.raises(anthropic.BadRequestError, match="must have the name bash"):
         client.messages.create(model="tools", max_tokens=9, messages=ASKED, tools=[tool])
