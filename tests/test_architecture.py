@@ -52,6 +52,7 @@ ROOMS: dict[str, set[str]] = {
         "engine.preparing",
         "engine.text",
         "engine.vision",
+        "engine.vision.families",
     },
     "engine.adapters": {"engine.checkpoints", "engine.cpu", "engine.models", "engine.planning", "engine.transfer"},
     "engine.backends": {"engine", "engine.adapters", "engine.planning", "engine.text"},
@@ -118,7 +119,7 @@ ROOMS: dict[str, set[str]] = {
         "engine.cuda",
         "engine.paged.decoding",
         "engine.plain",
-        "engine.vision",
+        "engine.vision.families",
     },
     "engine.paged.scheduling": {
         "engine.choice",
@@ -155,7 +156,7 @@ ROOMS: dict[str, set[str]] = {
         "engine.cuda",
         "engine.models",
         "engine.plain",
-        "engine.vision",
+        "engine.vision.families",
     },
     "engine.plug_ins": {"engine.planning", "engine.text"},
     "engine.preparing": {
@@ -168,6 +169,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "engine.text": {"engine.checkpoints", "engine.checkpoints.gguf", "engine.models"},
     "engine.vision": {
+        "engine.vision.families",
         "engine.background",
         "engine.checkpoints",
         "engine.checkpoints.gguf",
@@ -175,6 +177,7 @@ ROOMS: dict[str, set[str]] = {
         "engine.request",
         "engine.text",
     },
+    "engine.vision.families": {"engine.checkpoints"},
     "engine.vllm": {"engine", "engine.grammar", "engine.planning", "engine.text"},
     "stages": {"stages.batch", "stages.tools", "stages.validate"},
     "stages.batch": {"stages"},

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .canvas import Canvas
+from .families.canvas import Canvas
 
 Ints = NDArray[np.int64]
 

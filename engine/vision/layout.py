@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..request import EngineRequest
-from .canvas import Canvas
 from .canvas_positions import canvas_positions
+from .families.canvas import Canvas
 from .images import Key, PromptImage
 
 Ints = NDArray[np.int64]

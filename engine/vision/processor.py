@@ -29,11 +29,11 @@ from ..checkpoints.gguf.pairs import processor_of
 from ..models import read_config, seeing_family
 from ..text.tokenizer_port import TokenizerLike, encode_within
 from .chat import GivenImage
-from .families import PROCESSORS, Family, image_token
+from .families.family import PROCESSORS, Family, image_token
+from .families.writing import Grid
 from .features import ORDER
 from .images import PromptImage
 from .reading import ImageLimits, decode_image, refused, within
-from .writing import Grid
 
 if TYPE_CHECKING:  # light processes do without it
     from numpy.typing import NDArray

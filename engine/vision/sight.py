@@ -13,7 +13,7 @@ from ..checkpoints.gguf.pairs import why_alone
 from ..models import read_config, resolve_model
 from ..text.tokenizer_port import TokenizerLike, encode_within
 from .chat import Fetched, GivenImage, given_images, image_parts, marked
-from .families import why_blind
+from .families.family import why_blind
 from .processor import ImagePrompt, VisionProcessor
 from .reading import ANY, ImageLimits, check_image
 

@@ -21,7 +21,7 @@ from torch.backends import cudnn
 from ...schemas.errors import ModelLoadError
 from ..request import EngineRequest
 from .blocks import Blocks
-from .families import SCALING, UNUSED, is_of_tower, language_model_of
+from .families.family import SCALING, UNUSED, is_of_tower, language_model_of
 from .features import ORDER, arranged, passes, stacked
 from .images import Key, PromptImage
 from .layout import ImageLayout, Placed

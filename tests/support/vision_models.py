@@ -38,6 +38,13 @@ _CLIP = {
     "patch_size": 14,
     "initializer_range": 0.3,
 }
+_COHERE2 = _TEXT | {
+    "model_type": "cohere2",
+    "head_dim": 16,
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "tie_word_embeddings": True,
+}
 _SIGLIP = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -189,14 +196,7 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
     "aya_vision": (  # whose place of an image is no token
         ["<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>"],
         {
-            "text_config": _TEXT
-            | {
-                "model_type": "cohere2",
-                "head_dim": 16,
-                "sliding_window": 20,
-                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-                "tie_word_embeddings": True,
-            },
+            "text_config": _COHERE2,
             "vision_config": _SIGLIP | {"model_type": "siglip_vision_model", "vision_use_head": False},
         },
         {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 32, "width": 32}, "max_patches": 4},
@@ -204,14 +204,7 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
     "cohere2_vision": (
         ["<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>"],
         {
-            "text_config": _TEXT
-            | {
-                "model_type": "cohere2",
-                "head_dim": 16,
-                "sliding_window": 20,
-                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-                "tie_word_embeddings": True,
-            },
+            "text_config": _COHERE2,
             "vision_config": _SIGLIP | {"model_type": "siglip_vision_model", "vision_use_head": False},
             "alignment_intermediate_size": 96,
         },

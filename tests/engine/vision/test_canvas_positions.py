@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from transformers.models.minicpmv4_7.modeling_minicpmv4_7 import MiniCPMV4_7Model
 
 from penstock.engine import EngineRequest, GenerationParams
-from penstock.engine.vision.canvas import Canvas
 from penstock.engine.vision.canvas_positions import canvas_positions
+from penstock.engine.vision.families.canvas import Canvas
 from penstock.engine.vision.images import PromptImage
 from penstock.engine.vision.layout import ImageLayout
 from penstock.schemas.errors import ModelLoadError

@@ -22,12 +22,12 @@ from PIL import Image
 from transformers import image_processing_backends
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 
-from penstock.engine.vision.bounds import budget
-from penstock.engine.vision.covering import CoveringProcessor
-from penstock.engine.vision.families import FAMILIES
-from penstock.engine.vision.merging import MergingProcessor
-from penstock.engine.vision.numbers import RESAMPLING
-from penstock.engine.vision.tiling import TilingProcessor
+from penstock.engine.vision.families.bounds import budget
+from penstock.engine.vision.families.covering import CoveringProcessor
+from penstock.engine.vision.families.family import FAMILIES
+from penstock.engine.vision.families.merging import MergingProcessor
+from penstock.engine.vision.families.numbers import RESAMPLING
+from penstock.engine.vision.families.tiling import TilingProcessor
 from penstock.schemas.errors import ModelLoadError
 
 SMALL = {"encoder_patch_size": 8, "tile_size": 32, "min_image_tokens": 2, "max_image_tokens": 6, "max_tiles": 4}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...schemas.errors import ModelLoadError
+from ....schemas.errors import ModelLoadError
 
 
 def token_side(config: Mapping[str, Any]) -> int:

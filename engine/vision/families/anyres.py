@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...schemas.errors import ModelLoadError
+from ....schemas.errors import ModelLoadError
 
 Size = tuple[int, int]  # height and width
 

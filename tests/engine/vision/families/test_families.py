@@ -42,7 +42,7 @@ from transformers.models.video_llama_3.processing_video_llama_3 import VideoLlam
 from penstock.engine import EngineRequest, GenerationParams
 from penstock.engine.models import read_model_info
 from penstock.engine.vision.defaults import completed
-from penstock.engine.vision.families import FAMILIES, family_of, image_token, why_blind
+from penstock.engine.vision.families.family import FAMILIES, family_of, image_token, why_blind
 from penstock.engine.vision.images import PromptImage, marks
 from penstock.engine.vision.layout import ImageLayout
 from penstock.engine.vision.sight import load_sight

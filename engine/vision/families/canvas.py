@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ...schemas.errors import ModelLoadError
+from ....schemas.errors import ModelLoadError
 from .slices import token_side
 
 _MARKS = ("slice_start_id", "slice_end_id", "image_start_id", "image_end_id", "newline_id")

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...schemas.errors import ModelLoadError
+from ....schemas.errors import ModelLoadError
 from .bounds import BUDGETS
 from .numbers import RESAMPLING, Numbers, resized, settings_of
 

@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...schemas.errors import ModelLoadError
+from ....schemas.errors import ModelLoadError
 from .numbers import RESAMPLING, Numbers, resized, settings_of, squares
 
 if TYPE_CHECKING:  # torch comes with the first picture

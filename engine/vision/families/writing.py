@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ...schemas.errors import ModelLoadError
+from ....schemas.errors import ModelLoadError
 from .bounds import BUDGETS
 
 OVIS_MARKS = "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"
@@ -57,13 +57,15 @@ def rows_and_columns(_: Config, made: Mapping[str, Any]) -> Grid:
 def write_smolvlm(config: Config, grid: Grid, mark: str) -> str:
     tower, (rows, columns) = tower_of(config), grid
     side = side_of(tower.get("image_size", 224)) // side_of(tower.get("patch_size", 32))
-    tile, edge = mark * (side**2 // int(config.get("scale_factor", 2)) ** 2), EDGE
-    whole = f"{edge}<global-img>{tile}{edge}"
-    if not rows and not columns:
-        return whole
-    each = range(1, rows + 1), range(1, columns + 1)
-    lines = ["".join(f"{edge}<row_{row}_col_{column}>{tile}" for column in each[1]) for row in each[0]]
-    return "".join(f"{line}\n" for line in lines) + "\n" + whole
+    tile = mark * (side**2 // int(config.get("scale_factor", 2)) ** 2)
+    whole = f"{EDGE}<global-img>{tile}{EDGE}"
+    return whole if not rows and not columns else f"{_write_tiles(rows, columns, tile)}\n{whole}"
+
+
+def _write_tiles(rows: int, columns: int, tile: str) -> str:
+    """Each tile behind its place, in lines."""
+    places = ([f"<row_{row}_col_{column}>" for column in range(1, columns + 1)] for row in range(1, rows + 1))
+    return "".join("".join(f"{EDGE}{place}{tile}" for place in line) + "\n" for line in places)
 
 
 def rows_columns_and_route(config: Config, made: Mapping[str, Any]) -> Grid:
@@ -75,10 +77,8 @@ def write_docling(config: Config, grid: Grid, mark: str) -> str:
     tower, (rows, columns, is_fine) = tower_of(config), grid
     side = side_of(tower.get("image_size", 512)) // side_of(tower.get("patch_size", 16))
     tile = mark * (side**2 // int(tower.get("scale_factor", 4)) ** 2 * (4 if is_fine else 1))
-    edge, each = EDGE, (range(1, rows + 1), range(1, columns + 1))
-    lines = ["".join(f"{edge}<row_{row}_col_{column}>{tile}" for column in each[1]) for row in each[0]]
-    whole = f"\n{edge}<global-img>{tile}{edge}" if rows * columns > 1 else ""
-    return "".join(f"{line}\n" for line in lines) + whole
+    whole = f"\n{EDGE}<global-img>{tile}{EDGE}" if rows * columns > 1 else ""
+    return _write_tiles(rows, columns, tile) + whole
 
 
 def no_grid(_: Config, made: Mapping[str, Any]) -> Grid:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from ...schemas.errors import ModelLoadError
-from ..checkpoints.files import read_json
+from ....schemas.errors import ModelLoadError
+from ...checkpoints.files import read_json
 
 if TYPE_CHECKING:  # torch comes with the first picture
     from torch import Tensor

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ...schemas.errors import ModelLoadError
+from ....schemas.errors import ModelLoadError
 from .anyres import NEXT_SIZES, ONEVISION_SIZES, write_next, write_onevision
 from .bounds import bounds, budget, frame_bounds
 from .canvas import Canvas
@@ -180,6 +180,7 @@ _QWEN = Family(
 _PLAIN = _QWEN._replace(merge=lambda _: 0, blocks=("visual.blocks",))  # whose positions are plain
 _GLM = _QWEN._replace(blocks=("visual.blocks",), bounded=frame_bounds)
 _TILES = Family(rows_and_columns, write_smolvlm, lambda _: {"return_row_col_info": True}, is_rigid=True, tiles=1)
+_INTERNVL = Family(tile_count, write_internvl, lambda _: {"crop_to_patches": True}, tiles=0)
 _PIXTRAL = Family(
     sizes,
     write_pixtral,
@@ -262,14 +263,7 @@ FAMILIES: dict[str, Family] = {
         may_be_blind=True,
         narrows=True,
     ),
-    "qianfan_ocr": Family(
-        tile_count,
-        write_internvl,
-        lambda _: {"crop_to_patches": True},
-        tiles=0,
-        may_be_blind=True,
-        mark="<image>",
-    ),
+    "qianfan_ocr": _INTERNVL._replace(may_be_blind=True, mark="<image>"),
     "deepseek_ocr2": Family(
         sides_and_crops,
         write_ocr,
@@ -310,7 +304,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "minicpmv4_6": _MINICPM,
     "minicpmv4_7": _MINICPM._replace(canvas=Canvas.of, sample=(16, 12)),
-    "internvl": Family(tile_count, write_internvl, lambda _: {"crop_to_patches": True}, tiles=0),
+    "internvl": _INTERNVL,
     "glm4v": _GLM,
     "glm4v_moe": _GLM,
     "glm46v": _GLM,

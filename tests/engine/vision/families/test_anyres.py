@@ -21,8 +21,8 @@ from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOn
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from vision_models import picture
 
-from penstock.engine.vision.anyres import NEXT_SIZES, ONEVISION_SIZES, best_size
-from penstock.engine.vision.families import FAMILIES
+from penstock.engine.vision.families.anyres import NEXT_SIZES, ONEVISION_SIZES, best_size
+from penstock.engine.vision.families.family import FAMILIES
 from penstock.engine.vision.images import PromptImage
 from penstock.engine.vision.processor import VisionProcessor
 from penstock.engine.vision.reading import ImageLimits
