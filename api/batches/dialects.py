@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...schemas.anthropic import MessagesRequest
+from ...schemas.anthropic.messages import MessagesRequest
 from ...schemas.openai.batches import MESSAGES, Batch
 from ...schemas.openai.body import model_of
 from ...schemas.openai.completions import parse_body

@@ -12,8 +12,8 @@ import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
+from ...schemas.anthropic.batches import MessageBatchRequest, shown
 from ...schemas.errors import InvalidRequest, Refusal, StreamNotFound
-from ...schemas.message_batches import MessageBatchRequest, shown
 from ...schemas.openai.batches import FINAL, MESSAGES, WINDOW, Batch, Counts
 from ...schemas.openai.completions import parse_body
 from ...streams.stores.batches import change_batch, find_batch, list_batches

@@ -12,8 +12,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...config.settings import Settings
-from ...schemas.anthropic import CountRequest, MessagesRequest
-from ...schemas.anthropic_paths import in_message
+from ...schemas.anthropic.messages import CountRequest, MessagesRequest
+from ...schemas.anthropic.paths import in_message
 from ...schemas.errors import InvalidRequest
 from ...schemas.events import Accepted, Event
 from ...schemas.jobs import Endpoint

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from serving import Served
 
 from penstock.api.render.anthropic import MessageRenderer
-from penstock.schemas.anthropic import CountRequest, MessagesRequest
+from penstock.schemas.anthropic.messages import CountRequest, MessagesRequest
 from penstock.schemas.errors import InvalidRequest
 from penstock.schemas.events import (
     Accepted,

@@ -15,7 +15,12 @@ from typing import Annotated, Any, ClassVar, Literal
 import orjson
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from .anthropic_blocks import (
+from ..errors import InvalidRequest
+from ..jobs import Priority
+from ..openai.body import Body, ModelName, OpenBody, Unsupported
+from ..openai.chat import MOST_MESSAGES
+from ..openai.result_images import ResultImages
+from .blocks import (
     Block,
     DocumentBlock,
     ImageBlock,
@@ -30,12 +35,7 @@ from .anthropic_blocks import (
     ToolUseBlock,
     as_blocks,
 )
-from .anthropic_tools import ClientTool, is_of_client
-from .errors import InvalidRequest
-from .jobs import Priority
-from .openai.body import Body, ModelName, OpenBody, Unsupported
-from .openai.chat import MOST_MESSAGES
-from .openai.result_images import ResultImages
+from .tools import ClientTool, is_of_client
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _OF_TOOLS = ("defer_loading", "input_examples", "allowed_callers")  # fields of a tool without effect

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from .openai.body import OpenBody
-from .openai.documents import document, search_result
+from ..openai.body import OpenBody
+from ..openai.documents import document, search_result
 
 
 class Marked(OpenBody):

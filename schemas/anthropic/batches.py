@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import orjson
 from pydantic import Field
 
-from .openai.batches import FINAL, MESSAGES, Batch
-from .openai.body import Body
+from ..openai.batches import FINAL, MESSAGES, Batch
+from ..openai.body import Body
 
 ENDINGS = {"completed": "succeeded", "failed": "errored", "cancelled": "canceled", "expired": "expired"}
 

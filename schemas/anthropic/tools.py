@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from .anthropic_blocks import Marked
+from .blocks import Marked
 
 _NAMES = {
     "bash": ("bash",),
