@@ -104,6 +104,8 @@ class Host:
             for other, state in before.items():
                 if state.status == "ready":
                     has_gone = still[other].status in ("draining", "unloaded")  # for what it had held up
+                    # A replica that has gone waits for room again while another of its revision will serve.
+                    has_gone |= still[other].status == "queued" and self.is_further(other)
                     assert has_gone or may_dispatch(still[other], state.incarnations[0])
             # Behind a further replica's failure the first one may be queued, or drain: it is loaded again for them.
             if key == key.first and not self.having("loading", "ready", revision=key.first):
