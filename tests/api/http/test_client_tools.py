@@ -9,8 +9,12 @@ from typing import Any, Literal
 import anthropic
 import pytest
 from anthropic.types.beta import BetaMemoryTool20250818Command
+from jsonschema import Draft202012Validator
 from pydantic import BaseModel, TypeAdapter
 from serving import Served
+
+from penstock.schemas.anthropic.messages import CountRequest
+from penstock.schemas.openai.completions import parse_body
 
 ASKED: Any = [{"role": "user", "content": "Do it"}]
 COOL = {"temperature": 0.5}
@@ -121,3 +125,23 @@ def test_others_are_refused_by_name(client: anthropic.Anthropic) -> None:
     tool = {"type": "bash_20250124", "name": "shell"}
     with pytest.raises(anthropic.BadRequestError, match="must have the name bash"):
         client.messages.create(model="tools", max_tokens=9, messages=ASKED, tools=[tool])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "given", "allowed"),
+    [
+        ("bash_20250124", "bash", {"command": "ls"}, True),
+        ("bash_20250124", "bash", {"restart": True}, True),
+        ("bash_20250124", "bash", {}, False),
+        ("text_editor_20250728", "str_replace_based_edit_tool", {"command": "view", "path": "a"}, True),
+        ("text_editor_20250728", "str_replace_based_edit_tool", {"command": "undo_edit", "path": "a"}, False),
+        ("text_editor_20250728", "str_replace_based_edit_tool", {"command": "insert", "path": "a"}, False),
+        ("text_editor_20241022", "str_replace_editor", {"command": "undo_edit", "path": "a"}, True),
+        ("memory_20250818", "memory", {"command": "rename", "old_path": "a", "new_path": "b"}, True),
+        ("memory_20250818", "memory", {"command": "rename", "path": "a"}, False),
+    ],
+)
+def test_what_a_tool_takes(kind: str, name: str, given: dict[str, Any], allowed: bool) -> None:
+    body = {"model": "m", "messages": ASKED, "tools": [{"type": kind, "name": name}]}
+    (tool,) = parse_body(CountRequest, body).chat_body()["tools"]
+    assert Draft202012Validator(tool["function"]["parameters"]).is_valid(given) is allowed

@@ -209,6 +209,19 @@ def test_the_least_recently_used_goes() -> None:
     assert host.having("loading", "ready") == [RevisionKey("a", 1), RevisionKey("c", 1)]
 
 
+def test_a_swap_pushes_out_another_model_before_the_one_that_it_replaces() -> None:
+    """Though that one was used earlier: it serves until the new revision does."""
+    host = host_of(8, a={}, b={})
+    for name in "ab":
+        waiter = host.ask(name)
+        host.settle()
+        run(host, lambda waiter=waiter: waiter.status == "served")  # type: ignore[misc]
+    host.now += RULES.least_residency
+    host.catalogue = host.catalogue.swap("a", "/models/new")
+    host.settle()
+    assert host.having("ready") == [RevisionKey("a", 1)] and host.having("loading") == [RevisionKey("a", 2)]
+
+
 def test_a_small_model_does_not_push_out_two() -> None:
     host = Host({"a": ("cpu", 2), "b": ("cpu", 5), "c": ("cpu", 5)}, {"cpu": 8})
     for name in "abc":
