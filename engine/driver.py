@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from ..schemas.errors import GenerationFailed, InvalidRequest
 from ..schemas.events import Delta
 from .backend import Backend
+from .blocking import result_of
 from .choice import Choice
 from .handle import RequestHandle
 from .stalls import StallClock
@@ -114,7 +115,7 @@ class Driver:
         atexit.register(self._thread.end_in_time)
         try:
             self._thread.start()
-            return loaded.result()
+            return result_of(loaded)
         except BaseException:  # Ctrl-C, perhaps: what is loaded then is freed at once
             self.close_soon()
             raise

@@ -161,9 +161,12 @@ except KeyboardInterrupt:
     assert printed(script) == "closed\nTrue\n"
 
 
-def test_ctrl_c_stops_a_call_in_a_notebook() -> None:
-    """Its thread runs an event loop, so the call waits for another thread."""
-    script = """
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_ctrl_c_stops_a_call_in_a_notebook(elsewhere: bool) -> None:
+    """Its thread runs an event loop, so the call waits for another thread, which may be the one to get the signal."""
+    script = (
+        f"ELSEWHERE = {elsewhere}"
+        + """
 class Impatient(EchoBackend):
     # Interrupts the first request, and goes on when it is cancelled.
 
@@ -182,6 +185,8 @@ class Impatient(EchoBackend):
 
 async def cell():
     with InferenceEngine(CONFIG, backend=Impatient(CONFIG)) as engine:
+        if ELSEWHERE:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             engine.generate("abc", ENDLESS)
         except KeyboardInterrupt:
@@ -190,6 +195,7 @@ async def cell():
 
 asyncio.new_event_loop().run_until_complete(cell())
 """
+    )
     assert printed(script) == "interrupted abc\n"
 
 
