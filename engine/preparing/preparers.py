@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection
 from contextvars import Context
 from typing import NamedTuple, Self
+from weakref import WeakKeyDictionary
 
 from ...schemas.registry import ModelCard
 from ..vision.reading import ANY, ImageLimits
@@ -36,6 +37,7 @@ class PreparerCache:
         """`on_load` is called after each load; `limits` are those of images."""
         self._on_load, self._limits = on_load, limits
         self._loads: dict[PreparerKey, asyncio.Task[Preparer]] = {}
+        self._turns: WeakKeyDictionary[asyncio.Task[Preparer], asyncio.Lock] = WeakKeyDictionary()
 
     @property
     def idle(self) -> bool:
@@ -43,12 +45,18 @@ class PreparerCache:
         return all(load.done() for load in self._loads.values())
 
     async def get(self, card: ModelCard) -> Preparer:
-        """The preparer of a model. Raises `ModelLoadError` and `ConfigurationError`; the next call then tries again."""
+        """The preparer of a model, for callers in the order of their calls: none passes those that waited for the load.
+
+        Raises `ModelLoadError` and `ConfigurationError`; the next call then tries again.
+        """
         key = PreparerKey.of(card)
+        load = self.start(key)
         try:
-            return await asyncio.shield(self.start(key))
+            async with self._turns.setdefault(load, asyncio.Lock()):
+                return await asyncio.shield(load)
         except Exception:
-            self._loads.pop(key, None)
+            if self._loads.get(key) is load:
+                del self._loads[key]
             raise
 
     def start(self, key: PreparerKey) -> asyncio.Task[Preparer]:
