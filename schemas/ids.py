@@ -22,8 +22,8 @@ def new_id(prefix: str) -> str:
 def index_behind(ids: Sequence[str], id: str, *, newest_first: bool) -> int | None:
     """Where the entries begin that follow `id` in a list, or would if it were still there; None if nothing tells.
 
-    Where `id` is gone, that is behind the last one known to come before it: some ids do not tell, as those of an earlier
-    release, and a client had better see an entry twice than never.
+    Where `id` is gone, that is behind the last one known to come before it: some ids do not tell, as those of an
+    earlier release, and a client had better see an entry twice than never.
     """
     if id in ids:
         return ids.index(id) + 1

@@ -113,7 +113,7 @@ async def test_a_file_comes_back_as_it_went(desk: Desk, size: int) -> None:
 
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
-async def test_a_page_begins_behind_a_file_that_has_been_deleted_since(desk: Desk, order: Literal["asc", "desc"]) -> None:
+async def test_a_page_begins_behind_a_file_that_is_deleted_by_then(desk: Desk, order: Literal["asc", "desc"]) -> None:
     made = [(await desk.one.files.create(file=b"x", purpose="batch")).id for _ in range(5)]
     seen = []
     async for file in desk.one.files.list(limit=2, order=order):
