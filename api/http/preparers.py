@@ -56,7 +56,7 @@ class Preparers:
 
     async def prompt(self, card: ModelCard, request: ChatRequest | CompletionRequest | EmbeddingRequest) -> list[int]:
         """The tokens of the prompt, however many. Raises `InvalidRequest`, and what `of` raises."""
-        prepare = (await self.of(card)).prepare
-        request = await read_documents(request)
-        found = await asyncio.to_thread(prepare, request, context_length=sys.maxsize, name=card.name, seed=0)
+        preparer = await self.of(card)
+        request = await read_documents(request, preparer.most_pixels)
+        found = await asyncio.to_thread(preparer.prepare, request, context_length=sys.maxsize, name=card.name, seed=0)
         return found.prompts[0]

@@ -202,7 +202,7 @@ class Validate(Stage):
         fetched = await self._remote.fetch(request) if preparer.sees else {}
         prepare = partial(
             preparer.prepare,
-            await read_documents(request),
+            await read_documents(request, preparer.most_pixels),
             fetched=fetched,
             context_length=model.context_length,
             name=model.name,

@@ -115,7 +115,7 @@ async def test_a_file_comes_back_as_it_went(desk: Desk, size: int) -> None:
 @pytest.mark.parametrize("order", ["asc", "desc"])
 async def test_a_page_begins_behind_a_file_that_is_deleted_by_then(desk: Desk, order: Literal["asc", "desc"]) -> None:
     made = [(await desk.one.files.create(file=b"x", purpose="batch")).id for _ in range(5)]
-    seen = []
+    seen: list[str] = []
     async for file in desk.one.files.list(limit=2, order=order):
         if seen:
             await desk.one.files.delete(file.id)
