@@ -31,7 +31,7 @@ from ..streams.topology import FAILURES, PRIORITIES, lane_stream
 from . import endings
 from .contract import Pipe, Stage
 from .failures import Count
-from .turns import Turns
+from .turns import Turn, Turns
 from .visits import CURRENT, Visit, traced
 
 log = structlog.get_logger(__name__)
@@ -151,7 +151,8 @@ class Runner:
         except asyncio.CancelledError:
             await delivery.nak()
             raise
-        visit = Visit(self._stage.name, delivery, self._pipe.now())
+        turn = Turn(turns, self._has_room.set)
+        visit = Visit(self._stage.name, delivery, self._pipe.now(), turn=turn)
         CURRENT.set(visit)
         try:
             if (tracer := self._pipe.tracer) is None or not self._stage.is_traced:
@@ -160,7 +161,7 @@ class Runner:
                 with traced(visit, tracer):
                     await self._settle(delivery, visit)
         finally:
-            turns.give_back()
+            turn.end()
 
     async def _settle(self, delivery: Delivery, visit: Visit) -> None:
         if delivery.attempt > 1:

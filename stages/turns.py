@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 PASSED_OVER = 16  # times in a row that a lane with something to do lets others go first
 
@@ -56,3 +57,17 @@ class Turns:
             self._passed_over[other] += other != lane
         self._passed_over[lane] = 0
         return lane
+
+
+class Turn:
+    """A turn that was taken, and ends once, however often `end` is called."""
+
+    def __init__(self, turns: Turns, ended: Callable[[], None]) -> None:
+        """`ended` is called when it does."""
+        self._turns, self._ended, self._is_over = turns, ended, False
+
+    def end(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._turns.give_back()
+            self._ended()

@@ -17,6 +17,7 @@ from opentelemetry.trace import Link, Span, SpanKind, StatusCode, Tracer
 from ..config.tracing import REASON, link, links, parent, traceparent_of
 from ..schemas.wire.hops import append_hop
 from ..streams.port import HOPS, TRACE_PARENT, Delivery
+from .turns import Turn
 
 FIRST = "validate"  # whose messages clients publish
 
@@ -32,6 +33,7 @@ class Visit:
     more: Mapping[str, object] | None = None
     span: Span | None = None
     trace: str | None = None
+    turn: Turn | None = None
 
     def noting(self, **more: object) -> Self:
         """The visit with more to tell."""
@@ -68,6 +70,13 @@ class Visit:
 
 
 CURRENT: ContextVar[Visit | None] = ContextVar("visit", default=None)
+
+
+def leave_turn() -> None:
+    """The current delivery, though it stays in hand, no longer counts among those that its stage handles at a time."""
+    visit = CURRENT.get()
+    if visit is not None and visit.turn is not None:
+        visit.turn.end()
 
 
 def headers_until(now: float, **more: object) -> dict[str, str]:

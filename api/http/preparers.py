@@ -7,7 +7,8 @@ import sys
 
 import structlog
 
-from ...engine.preparing.documents import read_documents
+from ...engine.preparing.documents import READERS, has_documents, read_documents
+from ...engine.preparing.gate import FairGate
 from ...engine.preparing.prepare import Preparer
 from ...engine.preparing.preparers import PreparerCache
 from ...engine.vision.reading import ANY, ImageLimits
@@ -27,6 +28,7 @@ class Preparers:
         """`limits` are those of images."""
         self._registry = registry
         self._cache = PreparerCache(limits=limits)
+        self._reading = FairGate(READERS, "documents to be read")
 
     async def card(self, name: str | None) -> ModelCard:
         """The model of this name, or the only one. Raises `InvalidRequest` and `ModelNotFound`."""
@@ -54,9 +56,13 @@ class Preparers:
                 f"The bridge cannot load the tokenizer of {card.name!r}; see its log.", code="tokenizer_unavailable"
             ) from None
 
-    async def prompt(self, card: ModelCard, request: ChatRequest | CompletionRequest | EmbeddingRequest) -> list[int]:
+    async def prompt(
+        self, card: ModelCard, request: ChatRequest | CompletionRequest | EmbeddingRequest, tenant: str
+    ) -> list[int]:
         """The tokens of the prompt, however many. Raises `InvalidRequest`, and what `of` raises."""
         preparer = await self.of(card)
-        request = await read_documents(request, preparer.most_pixels)
+        if has_documents(request):
+            async with self._reading.turn(tenant, 0):
+                request = await read_documents(request, preparer.most_pixels)
         found = await asyncio.to_thread(preparer.prepare, request, context_length=sys.maxsize, name=card.name, seed=0)
         return found.prompts[0]

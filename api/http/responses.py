@@ -172,7 +172,8 @@ class ResponseRoutes(Routes):
         body = asked.chat_body(messages, (), first=True, tools_allowed=True)
         try:
             chat = parse_request("/v1/chat/completions", body)
-            tokens = await self._gateway.preparers.prompt(await self._gateway.preparers.card(asked.model), chat)
+            card = await self._gateway.preparers.card(asked.model)
+            tokens = await self._gateway.preparers.prompt(card, chat, tenant_of(request))
         except InvalidRequest as refusal:
             raise refused_in_response(refusal, asked) from None
         return {"object": "response.input_tokens", "input_tokens": len(tokens)}

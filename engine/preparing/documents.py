@@ -26,6 +26,7 @@ from ...schemas.openai.documents import document
 
 MOST_DOCUMENTS = 64  # of one request
 KEPT = 32 << 20  # bytes of pages that are kept, for the next turn of a chat
+READERS = 2  # requests whose documents are read at the same time
 TIME = 20.0  # seconds that the PDFs of a request may take together
 
 Request = TypeVar("Request")
@@ -44,7 +45,7 @@ _WHAT_TO_SEND = "send a text in UTF-8 or a PDF, in base64"
 
 _kept: OrderedDict[tuple[bytes, int], bytes] = OrderedDict()  # pages of PDFs, the least recently used first
 _kept_lock = Lock()
-_readers = ThreadPoolExecutor(2, "documents")
+_readers = ThreadPoolExecutor(READERS, "documents")
 
 
 def has_documents(request: object) -> bool:
@@ -53,7 +54,7 @@ def has_documents(request: object) -> bool:
 
 
 async def read_documents(request: Request, most_pixels: int) -> Request:
-    """A request of any kind, as `with_contents` returns a chat; two at a time are read, and others wait for nothing."""
+    """A request of any kind, as `with_contents` returns a chat; `READERS` are read at a time; nothing else waits."""
     if not has_documents(request):
         return request
     chat = cast(ChatRequest, request)

@@ -51,15 +51,20 @@ class RemoteImages:
         if faults:
             raise ConfigurationError(faults)
 
-    async def fetch(self, request: object) -> dict[str, bytes]:
-        """The files of a request's remote images, by URL. Raises `InvalidRequest`."""
-        if not isinstance(request, ChatRequest) or not has_images(request):
-            return {}
+    def wanted(self, request: object) -> dict[str, str]:
+        """The URLs of a request's remote images, and where each stands. Raises `InvalidRequest`."""
         wanted: dict[str, str] = {}
+        if not isinstance(request, ChatRequest) or not has_images(request):
+            return wanted
         for path, part in image_parts(request.messages):
             if is_remote(part.image_url.url):
                 self._check(part.image_url.url, path)
                 wanted.setdefault(part.image_url.url, path)
+        return wanted
+
+    async def fetch(self, request: object) -> dict[str, bytes]:
+        """The files of a request's remote images, by URL. Raises `InvalidRequest`."""
+        wanted = self.wanted(request)
         turns = asyncio.Semaphore(TOGETHER)
 
         async def one(url: str, path: str) -> bytes:

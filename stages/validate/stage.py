@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from ...engine.grammar.checker import GrammarChecker
 from ...engine.plug_ins.found import PlugIns
-from ...engine.preparing.documents import has_documents, read_documents
+from ...engine.preparing.documents import has_documents
 from ...engine.preparing.preparers import PreparerCache, PreparerKey
 from ...engine.vision.chat import has_images
 from ...engine.vision.reading import ImageLimits
@@ -28,6 +28,7 @@ from ...schemas.errors import (
     StorageFull,
     StreamFull,
 )
+from ...schemas.events import Cancelled, Usage
 from ...schemas.jobs import TOKEN_PATTERN, Endpoint, Job, Priority, ValidatedJob
 from ...schemas.loops import LoopJob, is_response
 from ...schemas.openai.chat import CustomTool
@@ -45,8 +46,8 @@ from .. import endings
 from ..contract import SETTLED, Intake, Pipe, Stage
 from ..images import lean_body, stored_images
 from ..visits import headers_until, traceparent
-from .remote_images import RemoteImages
 from .replays import Replays
+from .slow_parts import CancelledMeanwhile, SlowParts, Waiter
 
 MAX_MISADDRESSED = 1_000  # jobs on subjects of no lane that wait for their refusal
 
@@ -71,7 +72,7 @@ class Validate(Stage):
         self._grammars = GrammarChecker()
         self._plug_ins = PlugIns(pipe.settings.allowed_plug_ins)
         self._quotas = Quotas(pipe.broker, pipe.settings.tenant_quota)
-        self._remote = RemoteImages(pipe.settings.image_allowed_urls)
+        self._slow = SlowParts(pipe)
         self._long = asyncio.Semaphore(MAX_LONG_JOBS)
         self._misaddressed: asyncio.Queue[Message] = asyncio.Queue(MAX_MISADDRESSED)
         self._replays = Replays(pipe.broker, pipe.subjects)
@@ -111,6 +112,11 @@ class Validate(Stage):
     async def handle(self, delivery: Delivery) -> None:
         try:
             await self._accept(delivery)
+        except CancelledMeanwhile:
+            request, tenant, bridge, priority = endings.addresses(delivery.message)[0]
+            await self.pipe.emit(
+                Cancelled(request, Usage(0, 0, 0)), tenant=tenant, bridge=bridge, key="end", priority=priority
+            )
         except Refusal:
             request, tenant, bridge, _ = endings.addresses(delivery.message)[0]
             if await self.pipe.broker.last(EVENTS, self.pipe.subjects.events(tenant, bridge, request)) is None:
@@ -199,10 +205,11 @@ class Validate(Stage):
         if model.defaults and not isinstance(request, EmbeddingRequest):
             request = parse_request(endpoint, with_defaults(job.body, model.defaults))
         preparer = await self._preparers.get(model)
-        fetched = await self._remote.fetch(request) if preparer.sees else {}
+        waiter = Waiter(job.id or endings.request_id(message), tenant, len(message.data), deadline)
+        fetched = await self._slow.fetch(request, waiter) if preparer.sees else {}
         prepare = partial(
             preparer.prepare,
-            await read_documents(request, preparer.most_pixels),
+            await self._slow.read(request, preparer.most_pixels, waiter),
             fetched=fetched,
             context_length=model.context_length,
             name=model.name,
@@ -223,7 +230,7 @@ class Validate(Stage):
         images = await stored_images(self.pipe.broker, self._quotas, tenant, prepared.images, created)
         job = lean_body(job, request, prepared.images)
         return ValidatedJob(
-            id=job.id or endings.request_id(message),
+            id=waiter.id,
             endpoint=endpoint,
             bridge=job.bridge,
             tenant=tenant,
