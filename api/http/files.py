@@ -22,7 +22,7 @@ from ...streams.topology import FILES
 from .openapi import refusals
 from .requests import Gateway, Routes, tenant_of
 
-PURPOSES = ("batch", "user_data")
+PURPOSES = ("batch", "user_data", "assistants", "vision")
 MIN_UPLOAD_RATE = 16 << 10  # bytes a second; a slower upload is refused
 FORM_OVERHEAD = 64 << 10  # bytes of an upload beside the file
 
@@ -58,7 +58,7 @@ def add_files(app: FastAPI, gateway: Gateway) -> None:
 
 class FileRoutes(Routes):
     async def upload(self, request: Request) -> Any:
-        """Upload a file; `purpose` is `batch` or `user_data`."""
+        """Upload a file; `purpose` is `batch`, or one of the others for what requests name."""
         form = await _form(request, self._settings.file_limit, self._settings.body_timeout)
         try:
             file, purpose = form.get("file"), form.get("purpose")

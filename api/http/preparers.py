@@ -15,6 +15,7 @@ from ...schemas.errors import Fatal, InvalidRequest, Overloaded
 from ...schemas.openai.completions import ChatRequest, CompletionRequest
 from ...schemas.openai.embeddings import EmbeddingRequest
 from ...schemas.registry import ModelCard
+from ...streams.stores.named_files import NamedFileStore
 from ...streams.stores.registry import Registry
 
 log = structlog.get_logger(__name__)
@@ -23,8 +24,9 @@ log = structlog.get_logger(__name__)
 class Preparers:
     """The preparers of the models in `registry`, each loaded when it is first needed."""
 
-    def __init__(self, registry: Registry, limits: ImageLimits = ANY) -> None:
-        """`limits` are those of images."""
+    def __init__(self, registry: Registry, files: NamedFileStore, limits: ImageLimits = ANY) -> None:
+        """`files` has what requests name by id; `limits` are those of images."""
+        self.files = files
         self._registry = registry
         self._cache = PreparerCache(limits=limits)
 
@@ -54,9 +56,18 @@ class Preparers:
                 f"The bridge cannot load the tokenizer of {card.name!r}; see its log.", code="tokenizer_unavailable"
             ) from None
 
-    async def prompt(self, card: ModelCard, request: ChatRequest | CompletionRequest | EmbeddingRequest) -> list[int]:
-        """The tokens of the prompt, however many. Raises `InvalidRequest`, and what `of` raises."""
+    async def prompt(
+        self, card: ModelCard, request: ChatRequest | CompletionRequest | EmbeddingRequest, tenant: str
+    ) -> list[int]:
+        """The tokens of the prompt, however many.
+
+        Raises `InvalidRequest`, and what `of` and `NamedFileStore.reading` raise.
+        """
         prepare = (await self.of(card)).prepare
-        request = await read_documents(request)
-        found = await asyncio.to_thread(prepare, request, context_length=sys.maxsize, name=card.name, seed=0)
+        async with self.files.reading(tenant, request) as files:
+            request = await read_documents(request, files)
+            fetched = {id: file.data for id, file in files.items()}
+            found = await asyncio.to_thread(
+                prepare, request, fetched=fetched, context_length=sys.maxsize, name=card.name, seed=0
+            )
         return found.prompts[0]

@@ -13,7 +13,7 @@ from ...schemas.openai.body import Body
 from ...schemas.openai.chat import ChatMessage, Tool
 from ...schemas.openai.completions import ChatRequest
 from .openapi import body_of, refusals
-from .requests import Gateway, Routes, read_parsed
+from .requests import Gateway, Routes, read_parsed, tenant_of
 
 _REFUSALS = refusals(400, 404, 408, 413, 500, 503)
 
@@ -71,7 +71,7 @@ class TokenRoutes(Routes):
             if asked.add_special_tokens:
                 raise InvalidRequest("The chat template writes every special token itself.", param="add_special_tokens")
             chat = ChatRequest(model=card.name, messages=asked.messages, **options)
-            tokens = await self._gateway.preparers.prompt(card, chat)
+            tokens = await self._gateway.preparers.prompt(card, chat, tenant_of(request))
         elif options:
             raise InvalidRequest(f"{', '.join(options)}: for messages only.", param=next(iter(options)))
         else:

@@ -1,4 +1,5 @@
-"""The documents of chat messages, read: a text or a PDF, base64 in the request, becomes text between tags."""
+"""The documents of chat messages, read: a text or a PDF, uploaded before or base64 in the request, becomes text between
+tags."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from typing import Any, TypeVar, cast
 from ...schemas.errors import InvalidRequest
 from ...schemas.openai.chat import ChatMessage
 from ...schemas.openai.completions import ChatRequest
-from ...schemas.openai.content import FilePart, TextPart, with_parts
+from ...schemas.openai.content import NO_FILES, FileData, NamedFiles, TextPart, with_parts
 from ...schemas.openai.documents import document
 
 MOST_DOCUMENTS = 64  # of one request
@@ -29,7 +30,7 @@ Request = TypeVar("Request")
 
 _PDF = b"%PDF-"
 _HEADER = 1024  # bytes within which a PDF says that it is one
-_WHAT_TO_SEND = "send a text in UTF-8 or a PDF, in base64"
+_WHAT_TO_SEND = "send a text in UTF-8 or a PDF"
 
 _texts: OrderedDict[bytes, str] = OrderedDict()  # of PDFs by digest, the least recently used first
 _texts_lock = Lock()
@@ -41,16 +42,17 @@ def has_documents(request: object) -> bool:
     return isinstance(request, ChatRequest) and any(message.files for message in request.messages)
 
 
-async def read_documents(request: Request) -> Request:
+async def read_documents(request: Request, files: NamedFiles = NO_FILES) -> Request:
     """A request of any kind, as `with_texts` returns a chat; two at a time are read, while others wait for nothing."""
     if not has_documents(request):
         return request
     chat = cast(ChatRequest, request)
-    return cast(Request, await asyncio.get_running_loop().run_in_executor(_readers, with_texts, chat))
+    return cast(Request, await asyncio.get_running_loop().run_in_executor(_readers, with_texts, chat, files))
 
 
-def with_texts(request: ChatRequest) -> ChatRequest:
-    """The request with the texts of its documents in their places; blocks while PDFs are read.
+def with_texts(request: ChatRequest, files: NamedFiles = NO_FILES) -> ChatRequest:
+    """The request with the texts of its documents in their places; `files` are those that it names by their ids. Blocks
+    while PDFs are read.
 
     Raises `InvalidRequest` where a document has no text, cannot be read, or may not be.
     """
@@ -64,7 +66,7 @@ def with_texts(request: ChatRequest) -> ChatRequest:
             param="messages",
         )
     end = time.monotonic() + TIME
-    messages = [_read(message, f"messages[{index}]", end) for index, message in enumerate(request.messages)]
+    messages = [_read(message, f"messages[{index}]", end, files) for index, message in enumerate(request.messages)]
     return request.model_copy(update={"messages": messages})
 
 
@@ -73,7 +75,7 @@ def without_documents(body: Mapping[str, Any]) -> dict[str, Any]:
     return with_parts(body, "file", lambda part: part | {"file": part["file"] | {"file_data": ""}})
 
 
-def _read(message: ChatMessage, path: str, end: float) -> ChatMessage:
+def _read(message: ChatMessage, path: str, end: float, files: NamedFiles) -> ChatMessage:
     """The message without documents; at `end` on the monotonic clock their time is over."""
     if not message.files:
         return message
@@ -82,25 +84,39 @@ def _read(message: ChatMessage, path: str, end: float) -> ChatMessage:
         where = f"{path}.content[{index}]"
         if message.role != "user":
             raise _refused(where, f"a message with the role {message.role} cannot have documents; send them as user")
-        text = document(_text(part, f"{where}.file", end), source=part.file.filename)
+        name, data, origin = _given(part.file, f"{where}.file", files)
+        text = document(_text(data, origin, end), source=name)
         before, behind = "\n" * (index > 0), "\n" * (index < len(parts) - 1)  # templates join parts without a space
         parts[index] = TextPart(type="text", text=f"{before}{text}{behind}")
     return message.model_copy(update={"content": parts})
 
 
-def _text(part: FilePart, path: str, end: float) -> str:
-    file = part.file
-    if file.file_id is not None or file.file_data is None:
-        raise _refused(path, f"documents are taken from file_data alone; {_WHAT_TO_SEND}")
-    path += ".file_data"
-    given = file.file_data
+def _given(file: FileData, path: str, files: NamedFiles) -> tuple[str | None, bytes, str]:
+    """What a document is called, its bytes, and the path of the parameter that they come from."""
+    if file.file_id is None and file.file_data is None:
+        raise _refused(path, f"there is no document; {_WHAT_TO_SEND}, in base64 as file_data, or as file_id")
+    if file.file_data is not None:
+        if file.file_id is not None:
+            raise _refused(path, "there is both file_data and file_id; send one of the two")
+        path += ".file_data"
+        return file.filename, _decoded(file.file_data, path), path
+    path += ".file_id"
+    if (named := files.get(file.file_id or "")) is None:
+        raise _refused(path, "uploaded files are not known here; send the document in base64 as file_data")
+    return file.filename or named.name, named.data, path
+
+
+def _decoded(given: str, path: str) -> bytes:
     head, comma, rest = given.partition(",") if given[:5].lower() == "data:" else ("", ",", given)
     if not comma or (head and not head.lower().endswith(";base64")):
         raise _refused(path, "the data: URL is not in base64; send data:application/pdf;base64,…")
     try:
-        data = base64.b64decode(rest, validate=True)
+        return base64.b64decode(rest, validate=True)
     except (binascii.Error, ValueError) as error:
         raise _refused(path, f"this is not valid base64 ({error}); encode the document again") from None
+
+
+def _text(data: bytes, path: str, end: float) -> str:
     if _PDF in data[:_HEADER]:
         text = _text_of_pdf(data, path, end)
     else:

@@ -57,9 +57,9 @@ class RemoteImages:
             return {}
         wanted: dict[str, str] = {}
         for path, part in image_parts(request.messages):
-            if is_remote(part.image_url.url):
-                self._check(part.image_url.url, path)
-                wanted.setdefault(part.image_url.url, path)
+            if (url := part.image_url.url) is not None and is_remote(url):
+                self._check(url, path)
+                wanted.setdefault(url, path)
         turns = asyncio.Semaphore(TOGETHER)
 
         async def one(url: str, path: str) -> bytes:

@@ -39,6 +39,7 @@ from ...schemas.wire import codec
 from ...schemas.wire.codec import DecodeError
 from ...streams.outages import through_outages
 from ...streams.port import DEADLINE, SCHEMA, TRACE_PARENT, Delivery, Message
+from ...streams.stores.named_files import NamedFileStore
 from ...streams.stores.quotas import Quotas
 from ...streams.topology import EVENTS, JOBS, PRIORITIES, lane_of
 from .. import endings
@@ -72,6 +73,7 @@ class Validate(Stage):
         self._plug_ins = PlugIns(pipe.settings.allowed_plug_ins)
         self._quotas = Quotas(pipe.broker, pipe.settings.tenant_quota)
         self._remote = RemoteImages(pipe.settings.image_allowed_urls)
+        self._files = NamedFileStore(pipe.broker, pipe.settings.max_body_size)
         self._long = asyncio.Semaphore(MAX_LONG_JOBS)
         self._misaddressed: asyncio.Queue[Message] = asyncio.Queue(MAX_MISADDRESSED)
         self._replays = Replays(pipe.broker, pipe.subjects)
@@ -199,28 +201,29 @@ class Validate(Stage):
         if model.defaults and not isinstance(request, EmbeddingRequest):
             request = parse_request(endpoint, with_defaults(job.body, model.defaults))
         preparer = await self._preparers.get(model)
-        fetched = await self._remote.fetch(request) if preparer.sees else {}
-        prepare = partial(
-            preparer.prepare,
-            await read_documents(request),
-            fetched=fetched,
-            context_length=model.context_length,
-            name=model.name,
-            seed=secrets.randbits(63),
-        )
-        is_short = len(message.data) <= LONG and not has_documents(request)
-        if is_short and not has_images(request) and not _has_lark(request):
-            prepared = prepare()
-        else:
-            async with self._long:
-                prepared = await asyncio.to_thread(prepare)
-        for grammar in filter(None, (prepared.asked_grammar, prepared.params.grammar)):
-            await self._grammars.check(
-                grammar, model.source, model.backend, model.revision, param=prepared.grammar_param
+        async with self._files.reading(tenant, request) as files:
+            fetched = await self._remote.fetch(request) if preparer.sees else {}
+            prepare = partial(
+                preparer.prepare,
+                await read_documents(request, files),
+                fetched=fetched | {id: file.data for id, file in files.items()},
+                context_length=model.context_length,
+                name=model.name,
+                seed=secrets.randbits(63),
             )
-        if prepared.params.plug_ins:
-            await asyncio.to_thread(self._plug_ins.check, prepared.params, preparer.tokenizer, prepared.prompts[0])
-        images = await stored_images(self.pipe.broker, self._quotas, tenant, prepared.images, created)
+            is_short = len(message.data) <= LONG and not has_documents(request)
+            if is_short and not has_images(request) and not _has_lark(request):
+                prepared = prepare()
+            else:
+                async with self._long:
+                    prepared = await asyncio.to_thread(prepare)
+            for grammar in filter(None, (prepared.asked_grammar, prepared.params.grammar)):
+                await self._grammars.check(
+                    grammar, model.source, model.backend, model.revision, param=prepared.grammar_param
+                )
+            if prepared.params.plug_ins:
+                await asyncio.to_thread(self._plug_ins.check, prepared.params, preparer.tokenizer, prepared.prompts[0])
+            images = await stored_images(self.pipe.broker, self._quotas, tenant, prepared.images, created)
         job = lean_body(job, request, prepared.images)
         return ValidatedJob(
             id=job.id or endings.request_id(message),

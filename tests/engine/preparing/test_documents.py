@@ -62,8 +62,11 @@ def test_a_document_may_stand_behind_the_question_and_have_no_name() -> None:
         (file(encoded(b"")), "has no text"),
         (file(encoded(pdf(""))), "has no text; if its pages are pictures, send them as images"),
         (file(encoded(b"%PDF-1.4 and then nothing")), "this PDF cannot be read"),
-        (file(None), "file: documents are taken from file_data alone"),
-        (file(None, file_id="file-1"), "documents are taken from file_data alone"),
+        (
+            file(None),
+            "file: there is no document; send a text in UTF-8 or a PDF, in base64 as file_data, or as file_id",
+        ),
+        (file(None, file_id="file-1"), "file.file_id: uploaded files are not known here"),
     ],
 )
 def test_what_cannot_be_read_is_refused(part: dict[str, Any], told: str) -> None:
