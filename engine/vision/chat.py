@@ -67,10 +67,10 @@ def given_images(messages: Sequence[ChatMessage], limits: ImageLimits, fetched: 
     images = []
     for path, part in image_parts(messages):
         url, kind = part.image_url.url, None
-        if url is None:
-            if (data := fetched.get(part.image_url.file_id or "")) is None:
+        key = part.image_url.file_id if url is None else url if is_remote(url) else None
+        if key is None or (data := fetched.get(key)) is None:
+            if url is None:
                 raise refused(path, "uploaded files are not known here; send a data: URL with base64 as url")
-        elif (data := fetched.get(url)) is None:
             data, kind = read_data_url(url, path)
         check_image(data, limits, path, kind)
         most = min(limits.most or LOW, LOW) if part.image_url.detail == "low" else limits.most
