@@ -35,6 +35,7 @@ _FORM = {
     "properties": {
         "file": {"type": "string", "format": "binary"},
         "purpose": {"type": "string", "enum": list(PURPOSES)},
+        "expires_in_seconds": {"type": "integer", "minimum": 3600, "description": "In Anthropic's form"},
         "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
         "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 30 * 86400},
     },
