@@ -39,7 +39,7 @@ async def stored_images(
 
 def lean_body(job: Job, request: object, images: Sequence[PromptImage]) -> Job:
     """The job without the bytes of its images and documents; `request` is its body, read."""
-    body = without_images(job.body, [image.digest for image in images]) if images else job.body
+    body = without_images(job.body) if images else job.body
     if has_documents(request):
         body = without_documents(body)
     return job if body is job.body else job.model_copy(update={"body": body})

@@ -11,6 +11,7 @@ from fastapi import Request
 from starlette.datastructures import FormData
 
 from ...schemas.errors import InvalidRequest
+from ...schemas.ids import index_behind
 from ...streams.stores.objects import ObjectInfo
 from .models.anthropic import VERSION, page, rfc3339
 
@@ -18,7 +19,7 @@ PURPOSE = "user_data"  # of files that Anthropic's clients upload
 SHORTEST = 3600  # seconds that a file may be asked to live
 MAX_IDS = 100
 
-_cursor = re.compile(r"page_([0-9]{1,12})_([A-Za-z0-9_-]+)").fullmatch
+_CURSOR = "page_"  # and the id of the last file before the page
 
 
 def is_of_anthropic(request: Request) -> bool:
@@ -61,26 +62,19 @@ def listed(request: Request, infos: Sequence[ObjectInfo]) -> dict[str, Any]:
     scope of a session. Raises `InvalidRequest`.
     """
     query = request.query_params
-    found = [] if "scope_id" in query else list(reversed(infos))
-    if ids := {*query.getlist("ids"), *query.getlist("ids[]")}:
-        if len(ids) > MAX_IDS or "page" in query or "limit" in query:
+    items = [] if "scope_id" in query else [file_info(info) for info in reversed(infos)]
+    if wanted := {*query.getlist("ids"), *query.getlist("ids[]")}:
+        if len(wanted) > MAX_IDS or "page" in query or "limit" in query:
             raise InvalidRequest(f"ids may be {MAX_IDS}, without page and limit.", param="ids")
-        items = [item for item in map(file_info, found) if item["id"] in ids]
+        items = [item for item in items if item["id"] in wanted]
         first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
         return {"data": items, "has_more": False, "first_id": first, "last_id": last, "next_page": None}
     if (cursor := query.get("page")) is not None:
-        found = _behind(cursor, found)
-    shown = page(request, [file_info(info) for info in found], "file")
+        ids = [item["id"] for item in items]
+        start = index_behind(ids, cursor.removeprefix(_CURSOR), newest_first=True)
+        if start is None:
+            raise InvalidRequest("page must be the next_page of a list.", param="page")
+        items = items[start:]
+    shown = page(request, items, "file")
     more = shown["has_more"] and "before_id" not in query
-    last = next((info for info in found if info.name.endswith(f".{shown['last_id']}")), None) if more else None
-    return shown | {"next_page": f"page_{last.about['created_at']}_{shown['last_id']}" if last else None}
-
-
-def _behind(cursor: str, infos: list[ObjectInfo]) -> list[ObjectInfo]:
-    """Those behind the last file of another page, which may have been deleted since."""
-    if (parts := _cursor(cursor)) is None:
-        raise InvalidRequest("page must be the next_page of a list.", param="page")
-    for index, info in enumerate(infos):
-        if info.name.endswith(f".{parts[2]}"):
-            return infos[index + 1 :]
-    return [info for info in infos if info.about["created_at"] <= int(parts[1])]
+    return shown | {"next_page": f"{_CURSOR}{shown['last_id']}" if more else None}

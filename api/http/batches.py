@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Any
 
 from fastapi import FastAPI, Request
 
 from ...schemas.errors import InvalidRequest, Overloaded, StreamFull
+from ...schemas.ids import new_id
 from ...schemas.openai.batches import WINDOW, Batch, BatchRequest
 from ...streams.stores.batches import change_batch, find_batch, list_batches
 from ...streams.stores.files import find_file
@@ -44,7 +44,7 @@ class BatchRoutes(Routes):
         if file.about["purpose"] != "batch":
             raise InvalidRequest("The input file's purpose must be batch.", param="input_file_id")
         batch = Batch(
-            id=f"batch_{uuid.uuid4().hex}",
+            id=new_id("batch_"),
             endpoint=asked.endpoint,
             input_file_id=asked.input_file_id,
             created_at=now,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 from urllib.parse import unquote
@@ -17,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message
 
 from ...schemas.errors import DeadlineExceeded, InvalidRequest, PayloadTooLarge
+from ...schemas.ids import index_behind, new_id
 from ...streams.stores.files import files_in_use, find_file, list_files, put_file
 from ...streams.stores.objects import ObjectInfo, Objects
 from ...streams.topology import FILES
@@ -77,7 +77,7 @@ class FileRoutes(Routes):
             if purpose not in PURPOSES:
                 raise InvalidRequest(f"purpose must be one of {', '.join(PURPOSES)}.", param="purpose")
             lifetime = anthropic_files.lifetime(form, most) if of_anthropic else _lifetime(form, most)
-            name = f"{tenant_of(request)}.file-{uuid.uuid4().hex}"
+            name = f"{tenant_of(request)}.{new_id('file-')}"
             objects = await Objects.of(self._broker, FILES)
             await self._gateway.quotas.check(tenant_of(request), file.size or 0)
             info = await put_file(objects, name, _chunks(file), _name(file), str(purpose), lifetime)
@@ -127,10 +127,10 @@ def page(request: Request, items: Sequence[dict[str, Any]], *, default: int, mos
         raise InvalidRequest("order must be asc or desc.", param="order")
     ordered = items if order == "asc" else items[::-1]
     if after is not None:
-        ids = [item["id"] for item in ordered]
-        if after not in ids:
+        start = index_behind([item["id"] for item in ordered], after, newest_first=order == "desc")
+        if start is None:
             raise InvalidRequest("after must be the id of an entry of this list.", param="after")
-        ordered = ordered[ids.index(after) + 1 :]
+        ordered = ordered[start:]
     data = ordered[: int(limit)]
     first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
     return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": len(data) < len(ordered)}

@@ -3,7 +3,6 @@ of the output files."""
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from ...schemas.anthropic.batches import MessageBatchRequest, shown
 from ...schemas.errors import InvalidRequest, Refusal, StreamNotFound
+from ...schemas.ids import new_id
 from ...schemas.openai.batches import FINAL, MESSAGES, WINDOW, Batch, Counts
 from ...schemas.openai.completions import parse_body
 from ...streams.stores.batches import change_batch, find_batch, list_batches
@@ -49,9 +49,9 @@ class MessageBatchRoutes(Routes):
         """Create a batch of messages, answered within a day at low priority; each is validated when it runs."""
         lines = await read_as(partial(_lines, request, self._gateway), request, self._settings)
         tenant, now, lifetime = tenant_of(request), int(self._broker.now()), self._settings.files_ttl
-        file = f"file-{uuid.uuid4().hex}"
+        file = new_id("file-")
         batch = Batch(
-            id=f"msgbatch_{uuid.uuid4().hex}",
+            id=new_id("msgbatch_"),
             endpoint=MESSAGES,
             input_file_id=file,
             status="in_progress",

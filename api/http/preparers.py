@@ -63,11 +63,11 @@ class Preparers:
 
         Raises `InvalidRequest`, and what `of` and `NamedFileStore.reading` raise.
         """
-        prepare = (await self.of(card)).prepare
+        preparer = await self.of(card)
         async with self.files.reading(tenant, request) as files:
-            request = await read_documents(request, files)
+            request = await read_documents(request, preparer.most_pixels, files)
             fetched = {id: file.data for id, file in files.items()}
             found = await asyncio.to_thread(
-                prepare, request, fetched=fetched, context_length=sys.maxsize, name=card.name, seed=0
+                preparer.prepare, request, fetched=fetched, context_length=sys.maxsize, name=card.name, seed=0
             )
         return found.prompts[0]

@@ -1,5 +1,5 @@
 """The documents of chat messages, read: a text or a PDF, uploaded before or base64 in the request, becomes text between
-tags."""
+tags. A page of a PDF that has no text, like a scan, becomes an image for a model that sees."""
 
 from __future__ import annotations
 
@@ -10,30 +10,49 @@ import subprocess
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from threading import Lock
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
+
+import orjson
 
 from ...schemas.errors import InvalidRequest
 from ...schemas.openai.chat import ChatMessage
 from ...schemas.openai.completions import ChatRequest
-from ...schemas.openai.content import NO_FILES, FileData, NamedFiles, TextPart, with_parts
+from ...schemas.openai.content import (
+    NO_FILES,
+    FileData,
+    FilePart,
+    ImagePart,
+    ImageUrl,
+    NamedFiles,
+    TextPart,
+    with_parts,
+)
 from ...schemas.openai.documents import document
 
 MOST_DOCUMENTS = 64  # of one request
-KEPT = 32 << 20  # characters of texts that are kept, for the next turn of a chat
+KEPT = 32 << 20  # bytes of pages that are kept, for the next turn of a chat
 TIME = 20.0  # seconds that the PDFs of a request may take together
 
 Request = TypeVar("Request")
+
+
+class Page(NamedTuple):
+    """Of a document: its text, or a picture as a JPEG in base64, which is empty where none is asked for."""
+
+    text: str = ""
+    picture: str | None = None
+
 
 _PDF = b"%PDF-"
 _HEADER = 1024  # bytes within which a PDF says that it is one
 _WHAT_TO_SEND = "send a text in UTF-8 or a PDF"
 
-_texts: OrderedDict[bytes, str] = OrderedDict()  # of PDFs by digest, the least recently used first
-_texts_lock = Lock()
+_kept: OrderedDict[tuple[bytes, int], bytes] = OrderedDict()  # pages of PDFs, the least recently used first
+_kept_lock = Lock()
 _readers = ThreadPoolExecutor(2, "documents")
 
 
@@ -42,19 +61,21 @@ def has_documents(request: object) -> bool:
     return isinstance(request, ChatRequest) and any(message.files for message in request.messages)
 
 
-async def read_documents(request: Request, files: NamedFiles = NO_FILES) -> Request:
-    """A request of any kind, as `with_texts` returns a chat; two at a time are read, while others wait for nothing."""
+async def read_documents(request: Request, most_pixels: int, files: NamedFiles = NO_FILES) -> Request:
+    """A request of any kind, as `with_contents` returns a chat; two at a time are read, and others wait for nothing."""
     if not has_documents(request):
         return request
     chat = cast(ChatRequest, request)
-    return cast(Request, await asyncio.get_running_loop().run_in_executor(_readers, with_texts, chat, files))
+    loop = asyncio.get_running_loop()
+    return cast(Request, await loop.run_in_executor(_readers, with_contents, chat, most_pixels, files))
 
 
-def with_texts(request: ChatRequest, files: NamedFiles = NO_FILES) -> ChatRequest:
-    """The request with the texts of its documents in their places; `files` are those that it names by their ids. Blocks
-    while PDFs are read.
+def with_contents(request: ChatRequest, most_pixels: int, files: NamedFiles = NO_FILES) -> ChatRequest:
+    """The request with the contents of its documents in their places; `files` are those that it names by their ids.
+    Blocks while PDFs are read.
 
-    Raises `InvalidRequest` where a document has no text, cannot be read, or may not be.
+    Pages without text become images of at most `most_pixels`; 0 for a model that sees none, which is told of them.
+    Raises `InvalidRequest` where a document has nothing to show, cannot be read, or may not be.
     """
     count = sum(len(message.files) for message in request.messages)
     if not count:
@@ -66,7 +87,9 @@ def with_texts(request: ChatRequest, files: NamedFiles = NO_FILES) -> ChatReques
             param="messages",
         )
     end = time.monotonic() + TIME
-    messages = [_read(message, f"messages[{index}]", end, files) for index, message in enumerate(request.messages)]
+    messages = [
+        _read(message, f"messages[{index}]", end, most_pixels, files) for index, message in enumerate(request.messages)
+    ]
     return request.model_copy(update={"messages": messages})
 
 
@@ -75,20 +98,41 @@ def without_documents(body: Mapping[str, Any]) -> dict[str, Any]:
     return with_parts(body, "file", lambda part: part | {"file": part["file"] | {"file_data": ""}})
 
 
-def _read(message: ChatMessage, path: str, end: float, files: NamedFiles) -> ChatMessage:
+def _read(message: ChatMessage, path: str, end: float, most_pixels: int, files: NamedFiles) -> ChatMessage:
     """The message without documents; at `end` on the monotonic clock their time is over."""
     if not message.files:
         return message
-    parts: list[Any] = list(message.content or ())
-    for index, part in message.files:
+    parts: list[Any] = []
+    content: Sequence[Any] = message.content or ()
+    for index, part in enumerate(content):
+        if not isinstance(part, FilePart):
+            parts.append(part)
+            continue
         where = f"{path}.content[{index}]"
         if message.role != "user":
             raise _refused(where, f"a message with the role {message.role} cannot have documents; send them as user")
         name, data, origin = _given(part.file, f"{where}.file", files)
-        text = document(_text(data, origin, end), source=name)
-        before, behind = "\n" * (index > 0), "\n" * (index < len(parts) - 1)  # templates join parts without a space
-        parts[index] = TextPart(type="text", text=f"{before}{text}{behind}")
+        pages = _pages(data, origin, end, most_pixels)
+        before, behind = "\n" * (index > 0), "\n" * (index < len(content) - 1)  # templates join parts without a space
+        parts += _shown(pages, name, before, behind)
     return message.model_copy(update={"content": parts})
+
+
+def _shown(pages: Sequence[Page], name: str | None, before: str, behind: str) -> Iterator[TextPart | ImagePart]:
+    """A document as parts of a message: its text between tags, and in it, as parts of their own, its pictures."""
+    head, _, tail = document("\0", source=name).rpartition("\0")
+    text, gap = before + head, ""
+    for number, page in enumerate(pages, 1):
+        said = page.text.strip("\n")
+        if page.picture:
+            yield TextPart(type="text", text=f"{text}{gap}")
+            yield ImagePart(type="image_url", image_url=ImageUrl(url=f"data:image/jpeg;base64,{page.picture}"))
+            text, gap = "", "\n"
+        elif page.picture is not None:
+            said = f"[page {number} is a picture, which is not shown]"
+        if said:
+            text, gap = f"{text}{gap}{said}", "\n\n"
+    yield TextPart(type="text", text=f"{text}{tail}{behind}")
 
 
 def _given(file: FileData, path: str, files: NamedFiles) -> tuple[str | None, bytes, str]:
@@ -116,9 +160,9 @@ def _decoded(given: str, path: str) -> bytes:
         raise _refused(path, f"this is not valid base64 ({error}); encode the document again") from None
 
 
-def _text(data: bytes, path: str, end: float) -> str:
+def _pages(data: bytes, path: str, end: float, most_pixels: int) -> list[Page]:
     if _PDF in data[:_HEADER]:
-        text = _text_of_pdf(data, path, end)
+        pages = _pages_of_pdf(data, path, end, most_pixels)
     else:
         try:
             text = data.decode("utf-8-sig")
@@ -126,34 +170,38 @@ def _text(data: bytes, path: str, end: float) -> str:
             text = "\0"
         if "\0" in text:
             raise _refused(path, f"this is neither a text in UTF-8 nor a PDF; {_WHAT_TO_SEND}")
-    if not text.strip():
-        raise _refused(path, "the document has no text; if its pages are pictures, send them as images")
-    return text
+        pages = [Page(text)]
+    if not any(page.text.strip() or page.picture for page in pages):
+        if any(page.picture is not None for page in pages):
+            raise _refused(path, "its pages are pictures, without text; ask a model that sees images, or send its text")
+        raise _refused(path, "the document has no text")
+    return pages
 
 
-def _text_of_pdf(data: bytes, path: str, end: float) -> str:
+def _pages_of_pdf(data: bytes, path: str, end: float, most_pixels: int) -> list[Page]:
     """Read in a process of its own, which may be killed: some PDFs take for ever, or all memory."""
-    key = sha256(data).digest()
-    with _texts_lock:
-        if key in _texts:
-            _texts.move_to_end(key)
-            return _texts[key]
-    command = [sys.executable, "-m", f"{__package__}.pdf_text"]
-    try:
-        left = max(0.0, end - time.monotonic())
-        child = subprocess.run(command, input=data, capture_output=True, timeout=left, check=False)
-    except subprocess.TimeoutExpired:
-        raise _refused(path, f"reading the PDFs up to this one takes longer than {TIME:g} s; send its text") from None
-    if child.returncode:
-        said = child.stderr.decode(errors="replace").strip().splitlines()
-        why = said[-1] if child.returncode == 1 and said else "it takes too much time or memory"
-        raise _refused(path, f"this PDF cannot be read ({why}); send its text")
-    text = child.stdout.decode()
-    with _texts_lock:
-        _texts[key] = text
-        while sum(map(len, _texts.values())) > KEPT:
-            _texts.popitem(last=False)
-    return text
+    key = sha256(data).digest(), most_pixels
+    with _kept_lock:
+        if pages := _kept.get(key):
+            _kept.move_to_end(key)
+    if pages is None:
+        command = [sys.executable, "-m", f"{__package__}.pdf_pages", str(most_pixels)]
+        try:
+            left = max(0.0, end - time.monotonic())
+            child = subprocess.run(command, input=data, capture_output=True, timeout=left, check=False)
+        except subprocess.TimeoutExpired:
+            told = f"reading the PDFs up to this one takes longer than {TIME:g} s; send its text"
+            raise _refused(path, told) from None
+        if child.returncode:
+            said = child.stderr.decode(errors="replace").strip().splitlines()
+            why = said[-1] if child.returncode == 1 and said else "it takes too much time or memory"
+            raise _refused(path, f"this PDF cannot be read ({why}); send its text")
+        pages = child.stdout
+        with _kept_lock:
+            _kept[key] = pages
+            while sum(map(len, _kept.values())) > KEPT:
+                _kept.popitem(last=False)
+    return [Page(**page) for page in orjson.loads(pages)]
 
 
 def _refused(path: str, fault: str) -> InvalidRequest:

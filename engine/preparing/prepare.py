@@ -31,7 +31,7 @@ from ..vision.images import PromptImage
 from ..vision.reading import ANY, ImageLimits
 from ..vision.sight import NO_SIGHT, Sight, load_sight
 from .chat_checks import check_messages
-from .documents import with_texts
+from .documents import with_contents
 from .embedding_inputs import prepare_inputs
 from .infill import Infill
 from .response_grammar import response_grammar
@@ -103,6 +103,11 @@ class Preparer:
         """Whether the model takes images."""
         return self._sight.processor is not None
 
+    @property
+    def most_pixels(self) -> int:
+        """Of an image that the model is shown; 0 if it sees none."""
+        return self._sight.limits.decoded if self.sees else 0
+
     def prepare(
         self,
         request: ChatRequest | CompletionRequest | EmbeddingRequest,
@@ -130,7 +135,7 @@ class Preparer:
         asked = grammar
         match request:
             case ChatRequest():
-                request = with_texts(request)
+                request = with_contents(request, self.most_pixels)
                 tools, choice, named = _tools(request)
                 given = self._sight.look(request.messages, name, fetched)
                 text, form = self._chat(request, tools, choice)

@@ -106,7 +106,6 @@ def marked(content: Sequence[Mapping[str, Any]], template: str, mark: str) -> st
     return "\n".join(mark if part["type"] == "image_url" else part["text"] for part in content)
 
 
-def without_images(body: Mapping[str, Any], digests: Sequence[str]) -> dict[str, Any]:
-    """The body of a chat request whose images have these digests, with these in place of the images."""
-    left = iter(digests)
-    return with_parts(body, "image_url", lambda part: part | {"image_url": {"url": f"sha256:{next(left)}"}})
+def without_images(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a chat request without the bytes of its images."""
+    return with_parts(body, "image_url", lambda part: part | {"image_url": {"url": ""}})

@@ -27,7 +27,7 @@ class Sight:
     def __init__(
         self, processor: VisionProcessor | None = None, limits: ImageLimits = ANY, blind: str = "takes text alone"
     ) -> None:
-        self.processor, self._limits, self._blind = processor, limits, blind
+        self.processor, self.limits, self._blind = processor, limits, blind
 
     def warm(self) -> None:
         """Load what the first image would wait for. Raises `ModelLoadError`."""
@@ -44,7 +44,7 @@ class Sight:
                     param=parts[0][0],
                 )
             return []
-        return given_images(messages, self._limits, fetched)
+        return given_images(messages, self.limits, fetched)
 
     def mark(self, message: ChatMessage, values: dict[str, Any], tokenizer: TokenizerLike) -> dict[str, Any]:
         """What the chat template gets of a message: `values`, but with marks for its images."""
@@ -78,7 +78,7 @@ class Sight:
         """The tokens of a text with a mark for each of the images in `files`. Raises `InvalidRequest`."""
         self.mark_of(tokenizer)
         assert self.processor is not None
-        given = [GivenImage(data, self._limits, f"images[{index}]") for index, data in enumerate(files)]
+        given = [GivenImage(data, self.limits, f"images[{index}]") for index, data in enumerate(files)]
         for one in given:
             check_image(*one)
         return self.processor.insert(text, given, tokenizer, context_length=context_length, add_special_tokens=True)

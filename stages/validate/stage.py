@@ -205,7 +205,7 @@ class Validate(Stage):
             fetched = await self._remote.fetch(request) if preparer.sees else {}
             prepare = partial(
                 preparer.prepare,
-                await read_documents(request, files),
+                await read_documents(request, preparer.most_pixels, files),
                 fetched=fetched | {id: file.data for id, file in files.items()},
                 context_length=model.context_length,
                 name=model.name,

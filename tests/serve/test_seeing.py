@@ -13,11 +13,13 @@ import httpx2
 import openai
 import psutil
 import pytest
+from pdf_files import scan
 from pydantic import ByteSize
 from serving import START_TIMEOUT, Served, serving
 from vision_models import animation, damaged, enormous, make_vision_model, picture
 
 from penstock import EngineConfig, InferenceEngine, OpenAIAdapter
+from penstock.engine.preparing.pdf_pages import pages_of
 
 LONG = 400  # tokens
 WORDS = "What do you see here?"
@@ -103,6 +105,39 @@ def test_official_clients_get_what_the_library_answers(served: Served, library: 
         )
         assert said.content[0].type == "text"
         assert said.content[0].text == text_of(library.create(body(one, max_tokens=16, ignore_eos=False)))
+
+
+def test_the_pages_of_a_scan_are_seen(served: Served, library: OpenAIAdapter) -> None:
+    """In all three APIs, with the answer to the same chat in which the pages are images."""
+    file = base64.b64encode(scan(picture(300, 200), picture(200, 300, 1))).decode()
+    pages = [page["picture"] for page in pages_of(base64.b64decode(file), 40_000_000)]
+    first, second = ({"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{page}"}} for page in pages)
+    opening = "<document>\n<source>scan.pdf</source>\n<content>\n"
+    texts = [{"type": "text", "text": text} for text in (opening, "\n", "\n</content>\n</document>\n", WORDS)]
+    shown = [texts[0], first, texts[1], second, *texts[2:]]
+    wanted = library.create({"messages": [{"role": "user", "content": shown}], "temperature": 0, "max_tokens": 12})
+    question = {"type": "text", "text": WORDS}
+    part = {"type": "file", "file": {"filename": "scan.pdf", "file_data": f"data:application/pdf;base64,{file}"}}
+    chat: Any = {"messages": [{"role": "user", "content": [part, question]}], "temperature": 0, "max_tokens": 12}
+    assert text_of(library.create(chat)) == text_of(wanted)
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        answer = client.chat.completions.create(model="seer", **chat)
+        assert answer.choices[0].message.content == text_of(wanted)
+        assert answer.usage is not None and answer.usage.prompt_tokens == wanted["usage"]["prompt_tokens"]
+        item: Any = {"type": "input_file", "filename": "scan.pdf", "file_data": f"data:application/pdf;base64,{file}"}
+        asked: Any = [{"role": "user", "content": [item, {"type": "input_text", "text": WORDS}]}]
+        response = client.responses.create(model="seer", input=asked, temperature=0, max_output_tokens=16)
+        assert response.usage is not None and response.usage.input_tokens == wanted["usage"]["prompt_tokens"]
+    with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0, timeout=120) as other:
+        source = {"type": "base64", "media_type": "application/pdf", "data": file}
+        turn: Any = [
+            {"role": "user", "content": [{"type": "document", "source": source, "title": "scan.pdf"}, question]}
+        ]
+        said = other.messages.create(model="seer", max_tokens=12, messages=turn)
+        cached = said.usage.cache_read_input_tokens or 0
+        assert said.usage.input_tokens + cached == wanted["usage"]["prompt_tokens"]
+        counted = other.messages.count_tokens(model="seer", messages=turn)
+        assert counted.input_tokens == wanted["usage"]["prompt_tokens"]
 
 
 def test_pictures_in_the_results_of_tools_are_seen(served: Served, library: OpenAIAdapter) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import Request
 
 from ....schemas.errors import InvalidRequest
+from ....schemas.ids import index_behind
 from ....schemas.registry import ModelCard
 
 VERSION = "anthropic-version"
@@ -47,14 +48,17 @@ def page(request: Request, items: Sequence[dict[str, Any]], kind: str, *, limit:
     if not re.fullmatch("[0-9]{1,9}", text) or not 1 <= int(text) <= MAX_LISTED:
         raise InvalidRequest(f"limit must be a number from 1 to {MAX_LISTED}.", param="limit")
     limit, ids = int(text), [item["id"] for item in items]
-    for name in ("after_id", "before_id"):
-        if name in query and query[name] not in ids:
+    starts: dict[str, int] = {}
+    for name in query.keys() & {"after_id", "before_id"}:
+        start = index_behind(ids, query[name], newest_first=True)
+        if start is None:
             raise InvalidRequest(f"{name} must be the id of a {kind} of this list.", param=name)
-    if "before_id" in query:
-        earlier = items[: ids.index(query["before_id"])]
-        data, more = earlier[-limit:], len(earlier) > limit
+        starts[name] = start
+    if "before_id" in starts:
+        end = starts["before_id"] - (query["before_id"] in ids)
+        data, more = items[max(0, end - limit) : end], end > limit
     else:
-        later = items[ids.index(query["after_id"]) + 1 :] if "after_id" in query else items
+        later = items[starts.get("after_id", 0) :]
         data, more = later[:limit], len(later) > limit
     first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
     return {"data": data, "has_more": more, "first_id": first, "last_id": last}

@@ -7,7 +7,7 @@ import contextlib
 import io
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Literal
 
 import httpx2
 import openai
@@ -110,6 +110,17 @@ async def test_a_file_comes_back_as_it_went(desk: Desk, size: int) -> None:
     assert created.expires_at is not None and 0 <= created.expires_at - created.created_at - 86400 <= 1
     assert await desk.one.files.retrieve(created.id) == created
     assert (await desk.one.files.content(created.id)).content == data[:size]
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+async def test_a_page_begins_behind_a_file_that_is_deleted_by_then(desk: Desk, order: Literal["asc", "desc"]) -> None:
+    made = [(await desk.one.files.create(file=b"x", purpose="batch")).id for _ in range(5)]
+    seen: list[str] = []
+    async for file in desk.one.files.list(limit=2, order=order):
+        if seen:
+            await desk.one.files.delete(file.id)
+        seen.append(file.id)
+    assert seen == (made if order == "asc" else made[::-1])
 
 
 async def test_a_list_pages_in_both_orders_and_by_purpose(desk: Desk) -> None:

@@ -194,6 +194,20 @@ async def test_batches_are_listed_in_pages(desk: Desk) -> None:
         assert (await ask(desk.app, "GET", f"{PATH}?{query}")).status == 400
 
 
+async def test_a_page_begins_behind_a_batch_that_has_been_deleted_since(desk: Desk) -> None:
+    made = [(await desk.create(request("a"))).id for _ in range(5)]
+    await desk.run()
+    for each in made:
+        await desk.end_of(each)
+    seen = []
+    async for batch in await desk.api.list(limit=2):
+        await desk.api.delete(batch.id)
+        seen.append(batch.id)
+    assert seen == made[::-1]
+    kept = [(await desk.create(request("a"))).id for _ in range(3)]
+    assert [each.id for each in (await desk.api.list(before_id=made[-1])).data] == kept[::-1]
+
+
 async def test_a_line_that_outgrows_a_body_is_refused(desk: Desk) -> None:
     """Numbers may be longer as a line than they came; whoever reads the file would stop in their middle."""
     numbers = b"[" + b",".join([b"1e15"] * 400_000) + b"]"

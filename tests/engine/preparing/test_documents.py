@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import base64
+import io
 import subprocess
 from typing import Any
 
 import pytest
-from pdf_files import pdf
+from pdf_files import both, filled_form, pdf, scan
+from PIL import Image
+from vision_models import picture
 
 from penstock.engine.preparing import documents
-from penstock.engine.preparing.documents import has_documents, with_texts, without_documents
+from penstock.engine.preparing.documents import has_documents, with_contents, without_documents
 from penstock.schemas.errors import InvalidRequest
 from penstock.schemas.openai.completions import parse_request
+from penstock.schemas.openai.content import ImagePart, TextPart
 
 
 def encoded(data: bytes) -> str:
@@ -40,7 +44,7 @@ QUESTION = {"type": "text", "text": "What colour?"}
     ],
 )
 def test_a_document_is_read(data: str, said: str) -> None:
-    request = with_texts(chat(file(data, filename="notes.txt"), QUESTION))
+    request = with_contents(chat(file(data, filename="notes.txt"), QUESTION), 0)
     assert request.messages[0].text == (
         f"<document>\n<source>notes.txt</source>\n<content>\n{said}\n</content>\n</document>\nWhat colour?"
     )
@@ -48,7 +52,7 @@ def test_a_document_is_read(data: str, said: str) -> None:
 
 
 def test_a_document_may_stand_behind_the_question_and_have_no_name() -> None:
-    request = with_texts(chat(QUESTION, file(encoded(b"Grass"))))
+    request = with_contents(chat(QUESTION, file(encoded(b"Grass"))), 0)
     assert request.messages[0].text == "What colour?\n<document>\n<content>\nGrass\n</content>\n</document>"
 
 
@@ -60,7 +64,8 @@ def test_a_document_may_stand_behind_the_question_and_have_no_name() -> None:
         (file("data:text/plain;base64"), "the data: URL is not in base64"),
         (file(encoded(b"\x89PNG\r\n\x1a\n\0\0")), "neither a text in UTF-8 nor a PDF"),
         (file(encoded(b"")), "has no text"),
-        (file(encoded(pdf(""))), "has no text; if its pages are pictures, send them as images"),
+        (file(encoded(pdf(""))), "the document has no text"),
+        (file(encoded(scan(picture(), picture()))), "its pages are pictures, without text; ask a model that sees"),
         (file(encoded(b"%PDF-1.4 and then nothing")), "this PDF cannot be read"),
         (
             file(None),
@@ -71,33 +76,83 @@ def test_a_document_may_stand_behind_the_question_and_have_no_name() -> None:
 )
 def test_what_cannot_be_read_is_refused(part: dict[str, Any], told: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        with_texts(chat(QUESTION, part))
+        with_contents(chat(QUESTION, part), 0)
     assert told in str(refused.value) and refused.value.code == "invalid_document"
     assert str(refused.value.param).startswith("messages[0].content[1].file")
 
 
+def parts_of(data: bytes, most_pixels: int = 1 << 20, **more: str) -> list[tuple[str, Any]]:
+    """What becomes of a document: texts, and pictures, decoded."""
+    parts: list[tuple[str, Any]] = []
+    for part in with_contents(chat(file(encoded(data), **more), QUESTION), most_pixels).messages[0].content or ():
+        if isinstance(part, ImagePart) and part.image_url.url:
+            head, _, image = part.image_url.url.partition(",")
+            assert head == "data:image/jpeg;base64"
+            parts.append(("image", Image.open(io.BytesIO(base64.b64decode(image)))))
+        elif isinstance(part, TextPart):
+            parts.append(("text", part.text))
+    return parts
+
+
+def plain(colour: str, width: int, height: int) -> bytes:
+    Image.new("RGB", (width, height), colour).save(file := io.BytesIO(), "PNG")
+    return file.getvalue()
+
+
+def test_pages_without_text_are_shown_where_they_stand_to_models_that_see() -> None:
+    data = both("The colours:", plain("red", 300, 200), plain("blue", 300, 200))
+    first, (_, one), second, (_, two), last, question = parts_of(data, filename="c.pdf")
+    assert first == ("text", "<document>\n<source>c.pdf</source>\n<content>\nThe colours:\n\n")
+    assert second == ("text", "\n")
+    assert (last, question) == (("text", "\n</content>\n</document>\n"), ("text", "What colour?"))
+    assert [image.getpixel((150, 100)) for image in (one, two)] == [(254, 0, 0), (0, 0, 254)]
+    assert one.size == (300, 200), "in the density of the scan"
+    (told, _) = parts_of(data, 0, filename="c.pdf")
+    pages = "[page 3 is a picture, which is not shown]\n\n[page 4 is a picture, which is not shown]"
+    assert f"The colours:\n\n{pages}\n</content>" in told[1]
+
+
+def test_a_page_is_shown_with_so_many_pixels() -> None:
+    (_, (_, large), *_) = parts_of(scan(plain("red", 3000, 3000)))
+    (_, (_, small), *_) = parts_of(scan(plain("red", 3000, 3000)), 10_000)
+    assert large.size == (1024, 1024) and small.size == (100, 100)
+
+
+def test_a_pdf_has_so_many_pictures_and_no_page_that_is_a_line() -> None:
+    for data, told in (
+        (scan(*[picture()] * 65), "more than 64 of its pages"),
+        (scan(plain("red", 2, 9000)), "than wide"),
+    ):
+        with pytest.raises(InvalidRequest, match=told):
+            parts_of(data)
+
+
+def test_what_was_filled_into_a_form_is_read() -> None:
+    assert parts_of(filled_form("Ada Lovelace"))[0][1].count("Name:\nAda Lovelace") == 1
+
+
 def test_only_users_have_documents() -> None:
     with pytest.raises(InvalidRequest, match="the role system cannot have documents"):
-        with_texts(chat(file(encoded(b"x")), role="system"))
+        with_contents(chat(file(encoded(b"x")), role="system"), 0)
 
 
 def test_a_request_has_so_many_documents() -> None:
     with pytest.raises(InvalidRequest, match="send at most 64"):
-        with_texts(chat(*[file(encoded(b"x"))] * 65))
+        with_contents(chat(*[file(encoded(b"x"))] * 65), 0)
 
 
 def test_a_pdf_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next turn of a chat sends it again."""
     request = chat(file(encoded(pdf("Once."))))
-    first = with_texts(request)
+    first = with_contents(request, 0)
     monkeypatch.setattr(subprocess, "run", None)
-    assert with_texts(request) == first
+    assert with_contents(request, 0) == first
 
 
 def test_a_pdf_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "TIME", 0.001)
     with pytest.raises(InvalidRequest, match="send its text"):
-        with_texts(chat(file(encoded(pdf("Slow.")))))
+        with_contents(chat(file(encoded(pdf("Slow.")))), 0)
 
 
 def test_a_job_goes_on_without_the_bytes() -> None:
