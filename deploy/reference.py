@@ -42,6 +42,7 @@ from penstock.stages.loading import model_card
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.nats.administration.deployment import layout
 from penstock.streams.port import Backlog
+from penstock.streams.stores.named_files import NamedFileStore
 from penstock.streams.stores.quotas import Quotas
 from penstock.streams.stores.registry import Registry
 from penstock.streams.topology import Subjects, model_lanes
@@ -226,7 +227,8 @@ async def _deployment() -> list[Metric]:
     registry.models = {
         "model": model_card(Settings(backend="echo", served_model_name="model"), ModelInfo("", "", 1, 1, ()))
     }
-    gateway = Gateway(bridge, broker, registry, Settings(), Quotas(broker, 0), Preparers(registry))
+    preparers = Preparers(registry, NamedFileStore(broker, 0))
+    gateway = Gateway(bridge, broker, registry, Settings(), Quotas(broker, 0), preparers)
 
     async def states() -> dict[str, Any]:
         return {"models": [{"id": "model", "state": "ready", "loads": 1}]}

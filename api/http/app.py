@@ -21,6 +21,7 @@ from ...schemas.events import ErrorBody
 from ...schemas.urls import is_loopback
 from ...streams.family import FamilyMetrics
 from ...streams.port import Broker
+from ...streams.stores.named_files import NamedFileStore
 from ...streams.stores.quotas import NO_SPACE, Quotas
 from ...streams.stores.registry import Registry
 from ..bridge.bridge import Bridge
@@ -88,7 +89,7 @@ def create_app(
     add_pages(app)
     _add_error_handlers(app)
     _add_middleware(app, settings, bridge)
-    preparers = Preparers(registry, ImageLimits.of(settings))
+    preparers = Preparers(registry, NamedFileStore(broker, settings.max_body_size), ImageLimits.of(settings))
     readiness = readiness or Readiness(bridge, broker, registry, settings)
     gateway = Gateway(bridge, broker, registry, settings, Quotas(broker, settings.tenant_quota), preparers)
     add_completions(app, gateway)

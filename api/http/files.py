@@ -1,4 +1,5 @@
-"""OpenAI's `/v1/files`. A file is an object named `<tenant>.<file>`; its metadata is what clients see."""
+"""`/v1/files`, as OpenAI and Anthropic have it. A file is an object named `<tenant>.<file>`; its metadata is what
+clients see."""
 
 from __future__ import annotations
 
@@ -19,10 +20,12 @@ from ...schemas.ids import index_behind, new_id
 from ...streams.stores.files import files_in_use, find_file, list_files, put_file
 from ...streams.stores.objects import ObjectInfo, Objects
 from ...streams.topology import FILES
+from . import anthropic_files
+from .anthropic_files import is_of_anthropic
 from .openapi import refusals
 from .requests import Gateway, Routes, tenant_of
 
-PURPOSES = ("batch", "user_data")
+PURPOSES = ("batch", "user_data", "assistants", "vision")
 MIN_UPLOAD_RATE = 16 << 10  # bytes a second; a slower upload is refused
 FORM_OVERHEAD = 64 << 10  # bytes of an upload beside the file
 
@@ -32,6 +35,7 @@ _FORM = {
     "properties": {
         "file": {"type": "string", "format": "binary"},
         "purpose": {"type": "string", "enum": list(PURPOSES)},
+        "expires_in_seconds": {"type": "integer", "minimum": 3600, "description": "In Anthropic's form"},
         "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
         "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 30 * 86400},
     },
@@ -58,35 +62,42 @@ def add_files(app: FastAPI, gateway: Gateway) -> None:
 
 class FileRoutes(Routes):
     async def upload(self, request: Request) -> Any:
-        """Upload a file; `purpose` is `batch` or `user_data`."""
+        """Upload a file; `purpose` is `batch`, or one of the others for what requests name. Anthropic's clients give
+        none; to them, this and the other paths of files answer in Anthropic's form."""
         form = await _form(request, self._settings.file_limit, self._settings.body_timeout)
         try:
-            file, purpose = form.get("file"), form.get("purpose")
+            file, purpose, most = form.get("file"), form.get("purpose"), self._settings.files_ttl
+            if (of_anthropic := is_of_anthropic(request)) and purpose is None:
+                purpose = anthropic_files.PURPOSE
             if not isinstance(file, UploadFile):
-                raise InvalidRequest("file is missing.", code="missing_required_parameter", param="file")
+                fault = "file is missing." if file is None else "file has no name; send one, as in ('a.pdf', data)."
+                raise InvalidRequest(fault, code="missing_required_parameter", param="file")
             if (file.size or 0) > self._settings.file_limit:
                 raise _too_large(self._settings.file_limit)
             if purpose not in PURPOSES:
                 raise InvalidRequest(f"purpose must be one of {', '.join(PURPOSES)}.", param="purpose")
-            name, lifetime = f"{tenant_of(request)}.{new_id('file-')}", _lifetime(form, self._settings.files_ttl)
+            lifetime = anthropic_files.lifetime(form, most) if of_anthropic else _lifetime(form, most)
+            name = f"{tenant_of(request)}.{new_id('file-')}"
             objects = await Objects.of(self._broker, FILES)
             await self._gateway.quotas.check(tenant_of(request), file.size or 0)
             info = await put_file(objects, name, _chunks(file), _name(file), str(purpose), lifetime)
             assert info is not None, "the name is new"
         finally:
             await form.close()
-        return _shown(info)
+        return _shown(info, request)
 
     async def files(self, request: Request) -> Any:
         """List the files, newest first; `purpose`, `order`, `limit` and `after` select."""
         purpose = request.query_params.get("purpose")
         infos = await list_files(self._broker, tenant_of(request))
-        found = [_shown(info) for info in infos if purpose in (None, info.about["purpose"])]
+        if is_of_anthropic(request):
+            return anthropic_files.listed(request, infos)
+        found = [_shown(info, request) for info in infos if purpose in (None, info.about["purpose"])]
         return page(request, found, default=10_000, most=10_000)
 
     async def file(self, id: str, request: Request) -> Any:
         """Show a file's metadata."""
-        return _shown(await find_file(self._broker, tenant_of(request), id))
+        return _shown(await find_file(self._broker, tenant_of(request), id), request)
 
     async def content(self, id: str, request: Request) -> Response:
         """Download a file."""
@@ -103,7 +114,7 @@ class FileRoutes(Routes):
                 "A running batch needs this file; cancel the batch first.", code="file_in_use", param="file_id"
             )
         await (await Objects.of(self._broker, FILES)).delete(info)
-        return {"id": id, "object": "file", "deleted": True}
+        return anthropic_files.deleted(id) if is_of_anthropic(request) else _deleted(id)
 
 
 def page(request: Request, items: Sequence[dict[str, Any]], *, default: int, most: int) -> dict[str, Any]:
@@ -181,5 +192,11 @@ async def _chunks(file: UploadFile) -> AsyncIterator[bytes]:
         yield chunk
 
 
-def _shown(info: ObjectInfo) -> dict[str, Any]:
+def _deleted(id: str) -> dict[str, Any]:
+    return {"id": id, "object": "file", "deleted": True}
+
+
+def _shown(info: ObjectInfo, request: Request) -> dict[str, Any]:
+    if is_of_anthropic(request):
+        return anthropic_files.file_info(info)
     return {"id": info.name.partition(".")[2], "bytes": info.size, "status": "processed", **info.about}

@@ -29,6 +29,7 @@ from .requests import Gateway, open_request, read_as, tenant_of
 Asked = TypeVar("Asked", bound=CountRequest)
 
 PATH = "/v1/messages"
+_COMMON = ("/v1/models", "/v1/files")  # paths with OpenAI
 CHAT: Endpoint = "/v1/chat/completions"
 _ERROR = {"schema": {"type": "object", "required": ["type", "error", "request_id"]}}
 _REFUSED: dict[int | str, Any] = {
@@ -98,7 +99,7 @@ def _read(kind: type[Asked], request: Request, settings: Settings, body: dict[st
 
 
 class AnthropicErrors:
-    """ASGI middleware: gives every error of these paths Anthropic's form, and of `/v1/models` those of its clients."""
+    """ASGI middleware: gives every error of these paths Anthropic's form, and of `_COMMON` those of its clients."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -133,4 +134,4 @@ class AnthropicErrors:
 
 def _is_anthropic(scope: Scope) -> bool:
     path: str = scope["path"]
-    return path.startswith(PATH) or (path.startswith("/v1/models") and VERSION in Headers(scope=scope))
+    return path.startswith(PATH) or (path.startswith(_COMMON) and VERSION in Headers(scope=scope))

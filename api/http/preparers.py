@@ -9,26 +9,32 @@ import structlog
 
 from ...engine.preparing.documents import READERS, has_documents, read_documents
 from ...engine.preparing.gate import FairGate
-from ...engine.preparing.prepare import Preparer
+from ...engine.preparing.prepare import Prepared, Preparer
 from ...engine.preparing.preparers import PreparerCache
 from ...engine.vision.reading import ANY, ImageLimits
 from ...schemas.errors import Fatal, InvalidRequest, Overloaded
+from ...schemas.openai.chat import has_named_files
 from ...schemas.openai.completions import ChatRequest, CompletionRequest
+from ...schemas.openai.content import NO_FILES, NamedFiles
 from ...schemas.openai.embeddings import EmbeddingRequest
 from ...schemas.registry import ModelCard
+from ...streams.stores.named_files import NamedFileStore
 from ...streams.stores.registry import Registry
 
 log = structlog.get_logger(__name__)
+
+Counted = ChatRequest | CompletionRequest | EmbeddingRequest
 
 
 class Preparers:
     """The preparers of the models in `registry`, each loaded when it is first needed."""
 
-    def __init__(self, registry: Registry, limits: ImageLimits = ANY) -> None:
-        """`limits` are those of images."""
+    def __init__(self, registry: Registry, files: NamedFileStore, limits: ImageLimits = ANY) -> None:
+        """`files` has what requests name by id; `limits` are those of images."""
+        self.files = files
         self._registry = registry
         self._cache = PreparerCache(limits=limits)
-        self._reading = FairGate(READERS, "documents to be read")
+        self._reading = FairGate(READERS, "files to be read")
 
     async def card(self, name: str | None) -> ModelCard:
         """The model of this name, or the only one. Raises `InvalidRequest` and `ModelNotFound`."""
@@ -56,13 +62,23 @@ class Preparers:
                 f"The bridge cannot load the tokenizer of {card.name!r}; see its log.", code="tokenizer_unavailable"
             ) from None
 
-    async def prompt(
-        self, card: ModelCard, request: ChatRequest | CompletionRequest | EmbeddingRequest, tenant: str
-    ) -> list[int]:
-        """The tokens of the prompt, however many. Raises `InvalidRequest`, and what `of` raises."""
+    async def prompt(self, card: ModelCard, request: Counted, tenant: str) -> list[int]:
+        """The tokens of the prompt, however many.
+
+        Raises `InvalidRequest`, and what `of` and `NamedFileStore.read` raise.
+        """
         preparer = await self.of(card)
-        if has_documents(request):
-            async with self._reading.turn(tenant, 0):
-                request = await read_documents(request, preparer.most_pixels)
-        found = await asyncio.to_thread(preparer.prepare, request, context_length=sys.maxsize, name=card.name, seed=0)
-        return found.prompts[0]
+        if not isinstance(request, ChatRequest) or not (has_documents(request) or has_named_files(request)):
+            return (await self._prepared(preparer, request, card.name)).prompts[0]
+        async with self._reading.turn(tenant, 0):
+            files = await self.files.read(tenant, request)
+            request = await read_documents(request, preparer.most_pixels, files)
+            return (await self._prepared(preparer, request, card.name, files)).prompts[0]
+
+    async def _prepared(
+        self, preparer: Preparer, request: Counted, name: str, files: NamedFiles = NO_FILES
+    ) -> Prepared:
+        fetched = {id: file.data for id, file in files.items()}
+        return await asyncio.to_thread(
+            preparer.prepare, request, fetched=fetched, context_length=sys.maxsize, name=name, seed=0
+        )

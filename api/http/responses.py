@@ -21,6 +21,7 @@ from ...schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expir
 from ...schemas.loops import Begun, Ended, LoopJob, is_response
 from ...schemas.openai.body import model_of
 from ...schemas.openai.completions import parse_request
+from ...schemas.openai.item_files import files_named
 from ...schemas.openai.item_messages import chat_messages
 from ...schemas.openai.items import input_items as items_of
 from ...schemas.openai.response_paths import refused_in_response
@@ -167,13 +168,14 @@ class ResponseRoutes(Routes):
         log, conversations = await ResponseLog.of(self._broker), await Conversations.of(self._broker)
         history = History(log, conversations, self._settings.responses_ttl, self._broker.now)
         before = await history.items(job, await history.origin(job, asked))
-        items, named = [*before, *await history.input(job, asked)], asked.namespaced
-        messages = chat_messages(items, asked.instructions, namespaced=named, before=len(before))
+        given, named = await history.input(job, asked), asked.namespaced
+        await self._gateway.preparers.files.check(job.tenant, files_named(before, given, asked))
+        messages = chat_messages([*before, *given], asked.instructions, namespaced=named, before=len(before))
         body = asked.chat_body(messages, (), first=True, tools_allowed=True)
         try:
             chat = parse_request("/v1/chat/completions", body)
             card = await self._gateway.preparers.card(asked.model)
-            tokens = await self._gateway.preparers.prompt(card, chat, tenant_of(request))
+            tokens = await self._gateway.preparers.prompt(card, chat, job.tenant)
         except InvalidRequest as refusal:
             raise refused_in_response(refusal, asked) from None
         return {"object": "response.input_tokens", "input_tokens": len(tokens)}

@@ -1,5 +1,5 @@
-"""The documents of chat messages, read: a text or a PDF, base64 in the request, becomes text between tags. A page of a
-PDF that has no text, like a scan, becomes an image for a model that sees."""
+"""The documents of chat messages, read: a text or a PDF, uploaded before or base64 in the request, becomes text between
+tags. A page of a PDF that has no text, like a scan, becomes an image for a model that sees."""
 
 from __future__ import annotations
 
@@ -21,7 +21,16 @@ import orjson
 from ...schemas.errors import InvalidRequest
 from ...schemas.openai.chat import ChatMessage
 from ...schemas.openai.completions import ChatRequest
-from ...schemas.openai.content import FilePart, ImagePart, ImageUrl, TextPart, with_parts
+from ...schemas.openai.content import (
+    NO_FILES,
+    FileData,
+    FilePart,
+    ImagePart,
+    ImageUrl,
+    NamedFiles,
+    TextPart,
+    with_parts,
+)
 from ...schemas.openai.documents import document
 
 MOST_DOCUMENTS = 64  # of one request
@@ -41,7 +50,7 @@ class Page(NamedTuple):
 
 _PDF = b"%PDF-"
 _HEADER = 1024  # bytes within which a PDF says that it is one
-_WHAT_TO_SEND = "send a text in UTF-8 or a PDF, in base64"
+_WHAT_TO_SEND = "send a text in UTF-8 or a PDF"
 
 _kept: OrderedDict[tuple[bytes, int], bytes] = OrderedDict()  # pages of PDFs, the least recently used first
 _kept_lock = Lock()
@@ -53,17 +62,18 @@ def has_documents(request: object) -> bool:
     return isinstance(request, ChatRequest) and any(message.files for message in request.messages)
 
 
-async def read_documents(request: Request, most_pixels: int) -> Request:
+async def read_documents(request: Request, most_pixels: int, files: NamedFiles = NO_FILES) -> Request:
     """A request of any kind, as `with_contents` returns a chat; `READERS` are read at a time; nothing else waits."""
     if not has_documents(request):
         return request
     chat = cast(ChatRequest, request)
     loop = asyncio.get_running_loop()
-    return cast(Request, await loop.run_in_executor(_readers, with_contents, chat, most_pixels))
+    return cast(Request, await loop.run_in_executor(_readers, with_contents, chat, most_pixels, files))
 
 
-def with_contents(request: ChatRequest, most_pixels: int) -> ChatRequest:
-    """The request with the contents of its documents in their places; blocks while PDFs are read.
+def with_contents(request: ChatRequest, most_pixels: int, files: NamedFiles = NO_FILES) -> ChatRequest:
+    """The request with the contents of its documents in their places; `files` are those that it names by their ids.
+    Blocks while PDFs are read.
 
     Pages without text become images of at most `most_pixels`; 0 for a model that sees none, which is told of them.
     Raises `InvalidRequest` where a document has nothing to show, cannot be read, or may not be.
@@ -79,7 +89,7 @@ def with_contents(request: ChatRequest, most_pixels: int) -> ChatRequest:
         )
     end = time.monotonic() + TIME
     messages = [
-        _read(message, f"messages[{index}]", end, most_pixels) for index, message in enumerate(request.messages)
+        _read(message, f"messages[{index}]", end, most_pixels, files) for index, message in enumerate(request.messages)
     ]
     return request.model_copy(update={"messages": messages})
 
@@ -89,7 +99,7 @@ def without_documents(body: Mapping[str, Any]) -> dict[str, Any]:
     return with_parts(body, "file", lambda part: part | {"file": part["file"] | {"file_data": ""}})
 
 
-def _read(message: ChatMessage, path: str, end: float, most_pixels: int) -> ChatMessage:
+def _read(message: ChatMessage, path: str, end: float, most_pixels: int, files: NamedFiles) -> ChatMessage:
     """The message without documents; at `end` on the monotonic clock their time is over."""
     if not message.files:
         return message
@@ -102,9 +112,10 @@ def _read(message: ChatMessage, path: str, end: float, most_pixels: int) -> Chat
         where = f"{path}.content[{index}]"
         if message.role != "user":
             raise _refused(where, f"a message with the role {message.role} cannot have documents; send them as user")
-        pages = _pages(part, f"{where}.file", end, most_pixels)
+        name, data, origin = _given(part.file, f"{where}.file", files)
+        pages = _pages(data, origin, end, most_pixels)
         before, behind = "\n" * (index > 0), "\n" * (index < len(content) - 1)  # templates join parts without a space
-        parts += _shown(pages, part.file.filename, before, behind)
+        parts += _shown(pages, name, before, behind)
     return message.model_copy(update={"content": parts})
 
 
@@ -125,19 +136,32 @@ def _shown(pages: Sequence[Page], name: str | None, before: str, behind: str) ->
     yield TextPart(type="text", text=f"{text}{tail}{behind}")
 
 
-def _pages(part: FilePart, path: str, end: float, most_pixels: int) -> list[Page]:
-    file = part.file
-    if file.file_id is not None or file.file_data is None:
-        raise _refused(path, f"documents are taken from file_data alone; {_WHAT_TO_SEND}")
-    path += ".file_data"
-    given = file.file_data
+def _given(file: FileData, path: str, files: NamedFiles) -> tuple[str | None, bytes, str]:
+    """What a document is called, its bytes, and the path of the parameter that they come from."""
+    if file.file_id is None and file.file_data is None:
+        raise _refused(path, f"there is no document; {_WHAT_TO_SEND}, in base64 as file_data, or as file_id")
+    if file.file_data is not None:
+        if file.file_id is not None:
+            raise _refused(path, "there is both file_data and file_id; send one of the two")
+        path += ".file_data"
+        return file.filename, _decoded(file.file_data, path), path
+    path += ".file_id"
+    if (named := files.get(file.file_id or "")) is None:
+        raise _refused(path, "uploaded files are not known here; send the document in base64 as file_data")
+    return file.filename or named.name, named.data, path
+
+
+def _decoded(given: str, path: str) -> bytes:
     head, comma, rest = given.partition(",") if given[:5].lower() == "data:" else ("", ",", given)
     if not comma or (head and not head.lower().endswith(";base64")):
         raise _refused(path, "the data: URL is not in base64; send data:application/pdf;base64,…")
     try:
-        data = base64.b64decode(rest, validate=True)
+        return base64.b64decode(rest, validate=True)
     except (binascii.Error, ValueError) as error:
         raise _refused(path, f"this is not valid base64 ({error}); encode the document again") from None
+
+
+def _pages(data: bytes, path: str, end: float, most_pixels: int) -> list[Page]:
     if _PDF in data[:_HEADER]:
         pages = _pages_of_pdf(data, path, end, most_pixels)
     else:

@@ -118,7 +118,7 @@ class Preparer:
         fetched: Fetched = NOTHING,
     ) -> Prepared:
         """Prepare a request; `name` is the model's, for error messages; `seed` is for a request without one, `fetched`
-        has the files of remote images by URL.
+        has the files of images that are not in it, by URL or by id.
 
         Raises `InvalidRequest`.
         """

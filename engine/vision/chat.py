@@ -18,7 +18,7 @@ from .reading import ImageLimits, check_image, not_fetched, refused
 
 MOST_IMAGES = 64  # of one request
 LOW = 512 * 512  # pixels that the model sees of an image with detail "low"
-Fetched = Mapping[str, bytes]
+Fetched = Mapping[str, bytes]  # by URL, or the id of an uploaded file
 NOTHING: Fetched = MappingProxyType({})
 
 _data_url = re.compile(r"data:(?P<kind>[\w.+-]+/[\w.+-]+)?(?P<options>(?:;[^,;]*)*),", re.ASCII).match
@@ -49,7 +49,7 @@ def image_parts(messages: Sequence[ChatMessage]) -> list[tuple[str, ImagePart]]:
             path = f"messages[{index}].content[{number}]"
             if message.role != "user":
                 raise refused(path, f"a message with the role {message.role} cannot have images; send them as user")
-            found.append((f"{path}.image_url.url", part))
+            found.append((f"{path}.image_url.{'file_id' if part.image_url.url is None else 'url'}", part))
     if len(found) > MOST_IMAGES:
         raise InvalidRequest(
             f"The request has {len(found)} images; send at most {MOST_IMAGES}.",
@@ -60,14 +60,17 @@ def image_parts(messages: Sequence[ChatMessage]) -> list[tuple[str, ImagePart]]:
 
 
 def given_images(messages: Sequence[ChatMessage], limits: ImageLimits, fetched: Fetched = NOTHING) -> list[GivenImage]:
-    """The images of a chat, their headers checked. `fetched` has the files of remote ones by URL.
+    """The images of a chat, their headers checked. `fetched` has the files of those that are not in it.
 
     Raises `InvalidRequest`.
     """
     images = []
     for path, part in image_parts(messages):
         url, kind = part.image_url.url, None
-        if (data := fetched.get(url)) is None:
+        key = part.image_url.file_id if url is None else url if is_remote(url) else None
+        if key is None or (data := fetched.get(key)) is None:
+            if url is None:
+                raise refused(path, "uploaded files are not known here; send a data: URL with base64 as url")
             data, kind = read_data_url(url, path)
         check_image(data, limits, path, kind)
         most = min(limits.most or LOW, LOW) if part.image_url.detail == "low" else limits.most

@@ -42,23 +42,37 @@ class UrlSource(OpenBody):
     url: str
 
 
+class FileSource(OpenBody):
+    """A file that was uploaded before."""
+
+    type: Literal["file"]
+    file_id: str
+
+
 class ImageBlock(Marked):
     type: Literal["image"]
     source: Annotated[
-        Annotated[Base64Source, Tag("<base64>")] | Annotated[UrlSource, Tag("<url>")],
+        Annotated[Base64Source, Tag("<base64>")]
+        | Annotated[UrlSource, Tag("<url>")]
+        | Annotated[FileSource, Tag("<file>")],
         Discriminator(
             lambda source: f"<{source.get('type')}>" if isinstance(source, dict) else None,
             custom_error_type="source_type",
-            custom_error_message="Input should be a source of type base64 or url; files are not supported",
+            custom_error_message="Input should be a source of type base64, url or file",
         ),
     ]
 
     @property
     def part(self) -> dict[str, Any]:
         """The image as a part of a chat message."""
-        own = self.source
-        url = own.url if isinstance(own, UrlSource) else own.data_url
-        return {"type": "image_url", "image_url": {"url": url}}
+        match self.source:
+            case FileSource() as own:
+                image = {"file_id": own.file_id}
+            case UrlSource() as own:
+                image = {"url": own.url}
+            case Base64Source() as own:
+                image = {"url": own.data_url}
+        return {"type": "image_url", "image_url": image}
 
 
 class TextSource(OpenBody):
@@ -82,12 +96,14 @@ class DocumentBlock(Marked):
     type: Literal["document"]
     source: Annotated[
         Annotated[Base64Source, Tag("<base64>")]
+        | Annotated[FileSource, Tag("<file>")]
         | Annotated[TextSource, Tag("<text>")]
         | Annotated[ContentSource, Tag("<content>")],
         Discriminator(
             lambda source: f"<{source.get('type')}>" if isinstance(source, dict) else None,
             custom_error_type="source_type",
-            custom_error_message="Input should be a source of type base64, text or content; documents are not fetched",
+            custom_error_message="Input should be a source of type base64, file, text or content; documents are not "
+            "fetched",
         ),
     ]
     title: str | None = None
@@ -98,10 +114,10 @@ class DocumentBlock(Marked):
     def pieces(self) -> list[dict[str, Any]]:
         """The document as parts of a chat message."""
         match self.source:
-            case Base64Source() as own:
-                file = {"filename": self.title, "file_data": own.data_url}
+            case Base64Source() | FileSource() as own:
+                given = {"file_id": own.file_id} if isinstance(own, FileSource) else {"file_data": own.data_url}
                 about = [{"type": "text", "text": self.context}] if self.context else []
-                return [*about, {"type": "file", "file": file}]
+                return [*about, {"type": "file", "file": {"filename": self.title, **given}}]
             case TextSource() as own:
                 text = own.data
             case ContentSource() as own:

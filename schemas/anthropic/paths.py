@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 
+_IMAGE, _FILE = r"image_url\.(url|file_id)", r"file(\.file_(data|id))?"
 _NAMES = (
     (re.compile(r"tools\[([0-9]+)\]\.function\.parameters"), r"tools[\1].input_schema"),
     (re.compile(r"tools\[([0-9]+)\]\.function"), r"tools[\1]"),
     (re.compile(r"response_format\.json_schema|response_format"), "output_config.format"),
     (re.compile(r"stop(?=\[|$)"), "stop_sequences"),
     # Turns are merged, so that the number of a message in the chat would mislead.
-    (re.compile(r"messages\[[0-9]+\]\.content\[[0-9]+\]\.(image_url\.url|file(\.file_data)?)"), "messages"),
+    (re.compile(rf"messages\[[0-9]+\]\.content\[[0-9]+\]\.({_IMAGE}|{_FILE})"), "messages"),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -79,6 +80,23 @@ class ChatMessage(OpenBody):
         """The parts that are documents, each with its index."""
         parts = self.content if isinstance(self.content, list) else []
         return [(index, part) for index, part in enumerate(parts) if isinstance(part, FilePart)]
+
+
+def named_files(messages: Sequence[ChatMessage]) -> dict[str, str]:
+    """The ids of the uploaded files that a chat names, each with the path of the first parameter that does."""
+    found: dict[str, str] = {}
+    for index, message in enumerate(messages):
+        parts = [(number, "image_url", part.image_url.file_id) for number, part in message.images]
+        parts += [(number, "file", part.file.file_id) for number, part in message.files]
+        for number, name, id in sorted(parts):
+            if id is not None:
+                found.setdefault(id, f"messages[{index}].content[{number}].{name}.file_id")
+    return found
+
+
+def has_named_files(request: object) -> bool:
+    """Whether a request of any kind names uploaded files."""
+    return bool(named_files(getattr(request, "messages", ())))
 
 
 class Function(OpenBody):

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Discriminator, Tag
+from pydantic import Discriminator, Tag, model_validator
 
 from .body import OpenBody
+
+
+class NamedFile(NamedTuple):
+    """A file that its sender uploaded before, and names by its id: its own name, and its bytes."""
+
+    name: str
+    data: bytes
+
+
+NamedFiles = Mapping[str, NamedFile]  # by id
+NO_FILES: NamedFiles = MappingProxyType({})
 
 
 class TextPart(OpenBody):
@@ -16,11 +28,18 @@ class TextPart(OpenBody):
 
 
 class ImageUrl(OpenBody):
-    """`url` is a data URL with base64, or one that the server may fetch; `detail` "low" shows the model fewer pixels,
-    the others as many as it takes."""
+    """`url` is a data URL with base64, or one that the server may fetch; `file_id`, in its place, names an uploaded
+    file, and is Penstock's own. `detail` "low" shows the model fewer pixels, the others as many as it takes."""
 
-    url: str
+    url: str | None = None
+    file_id: str | None = None
     detail: Literal["auto", "low", "high", "original"] | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ImageUrl:
+        if (self.url is None) == (self.file_id is None):
+            raise ValueError("must have either url or file_id")
+        return self
 
 
 class ImagePart(OpenBody):
@@ -29,7 +48,7 @@ class ImagePart(OpenBody):
 
 
 class FileData(OpenBody):
-    """A document: `file_data` is its bytes in base64, alone or in a data URL."""
+    """A document: `file_data` is its bytes in base64, alone or in a data URL; `file_id` names an uploaded file."""
 
     filename: str | None = None
     file_data: str | None = None

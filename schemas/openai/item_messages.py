@@ -19,6 +19,7 @@ from .result_images import ResultImages
 
 _REFUSED = "The user did not approve this call."
 _UNFINISHED = "This call was not finished."
+_OF_FILES = ("filename", "file_data", "file_id")
 _of_turn = re.compile(r"[a-z]+_([0-9a-f]{32}[0-9]{4})").match  # response and turn: see `turn_items.item_id`
 
 
@@ -175,10 +176,15 @@ def _content(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
 def _part(part: dict[str, Any]) -> dict[str, Any]:
     match part["type"]:
         case "input_image":
-            return {"type": "image_url", "image_url": {"url": part["image_url"], "detail": part.get("detail")}}
+            image = {"url": part.get("image_url"), "file_id": part.get("file_id"), "detail": part.get("detail")}
+            return {"type": "image_url", "image_url": _given(image)}
         case "input_file":
-            return {"type": "file", "file": {"filename": part.get("filename"), "file_data": part["file_data"]}}
+            return {"type": "file", "file": _given({name: part.get(name) for name in _OF_FILES})}
     return {"type": "text", "text": _text([part])}
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _arguments(text: str) -> str:

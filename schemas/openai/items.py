@@ -51,7 +51,8 @@ class InputText(_Part):
 
 
 class InputImage(_Part):
-    """`image_url` is a data URL with base64, or one that the server may fetch; `detail` as in `chat.ImageUrl`."""
+    """`image_url` is a data URL with base64, or one that the server may fetch; `file_id`, in its place, names an
+    uploaded file; `detail` as in `content.ImageUrl`."""
 
     type: Literal["input_image"]
     image_url: str | None = None
@@ -59,14 +60,14 @@ class InputImage(_Part):
     detail: Literal["auto", "low", "high", "original"] | None = None
 
     @model_validator(mode="after")
-    def _has_url(self) -> InputImage:
-        if self.file_id is not None or self.image_url is None:
-            raise ValueError("must have image_url, and no file_id: images of files are not supported")
+    def _one_source(self) -> InputImage:
+        if (self.image_url is None) == (self.file_id is None):
+            raise ValueError("must have either image_url or file_id")
         return self
 
 
 class InputFile(_Part):
-    """A document: `file_data` as in `content.FileData`; `detail` has no effect."""
+    """A document: `file_data` and `file_id` as in `content.FileData`; `detail` has no effect."""
 
     type: Literal["input_file"]
     filename: str | None = None
@@ -76,9 +77,11 @@ class InputFile(_Part):
     detail: str | None = None
 
     @model_validator(mode="after")
-    def _has_data(self) -> InputFile:
-        if self.file_id is not None or self.file_url is not None or self.file_data is None:
-            raise ValueError("must have file_data, and neither file_id nor file_url: documents are not fetched")
+    def _one_source(self) -> InputFile:
+        if self.file_url is not None:
+            raise ValueError("must have no file_url: documents are not fetched; send file_data or file_id")
+        if (self.file_data is None) == (self.file_id is None):
+            raise ValueError("must have either file_data or file_id")
         return self
 
 

@@ -20,7 +20,9 @@ from weakref import WeakValueDictionary
 from ...schemas.base import tool_name
 from ...schemas.errors import InvalidRequest, ToolFailed
 from ...schemas.events import Event, ItemEvent
-from ...schemas.loops import Begun, Items, LoopJob, LoopTool, Source, ToolResult
+from ...schemas.loops import Begun, Items, LoopJob, LoopTool, Source, ToolResult, TurnId
+from ...schemas.openai.items import Approval
+from ...schemas.openai.turn_items import item_id
 from ...streams.outages import through_outages
 from ...streams.stores.responses import FREE, CallKey, Claim, ResponseLog
 from ..contract import Pipe
@@ -152,6 +154,27 @@ class Calls:
             WeakValueDictionary()
         )  # of the calls that this copy makes
         self._releases: set[asyncio.Task[None]] = set()  # releases of claims
+
+    async def with_approved(self, begun: Begun, answers: Sequence[Approval]) -> Begun:
+        """Make the calls that a person has approved, and add them to the beginning."""
+        calls = [
+            {
+                "id": item_id("mcp_call", TurnId(begun.job.id, 0), len(begun.items) + number),
+                "type": "mcp_call",
+                "server_label": asked["server_label"],
+                "name": asked["name"],
+                "arguments": asked["arguments"],
+                "approval_request_id": asked["id"],
+                "status": "in_progress",
+                "output": None,
+                "error": None,
+            }
+            for number, (asked, approved, _) in enumerate(answers)
+            if approved
+        ]
+        await show(self._pipe, begun.job, begun.index, calls, finished=False)
+        items = await self.make_all(begun, 0, [*begun.items, *calls], begun.index + len(calls))
+        return begun.model_copy(update={"items": items, "index": begun.index + 2 * len(calls)})
 
     async def make_all(self, begun: Begun, turn: int, items: Items, index: int, *, made: int = 0) -> Items:
         """Make all waiting calls of a turn concurrently and publish them in order; return the items with the

@@ -7,7 +7,7 @@ continue it, and a duplicate message has no effect.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from dataclasses import asdict, astuple, replace
 from math import inf
 from typing import Any, Literal
@@ -16,8 +16,9 @@ from ...schemas.errors import BrokerUnavailable, DeadlineExceeded, GenerationFai
 from ...schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, FinishReason, Turn, Usage
 from ...schemas.jobs import Job
 from ...schemas.loops import Begun, Ended, Items, LoopJob, LoopTool, Step, Turned, TurnId
+from ...schemas.openai.item_files import files_named
 from ...schemas.openai.item_messages import chat_messages
-from ...schemas.openai.items import Approval, approved_calls
+from ...schemas.openai.items import approved_calls
 from ...schemas.openai.response_paths import in_response
 from ...schemas.openai.responses import ResponsesRequest, parse_responses
 from ...schemas.openai.turn_items import TurnItems, item_id
@@ -26,6 +27,7 @@ from ...schemas.wire.codec import DecodeError
 from ...streams.port import DEADLINE, SCHEMA, Delivery
 from ...streams.stores.conversations import Conversations
 from ...streams.stores.history import History
+from ...streams.stores.named_files import NamedFileStore
 from ...streams.stores.responses import ResponseLog, Stored
 from ...streams.topology import EVENTS, TOOLS
 from ..contract import Intake, Pipe, Stage
@@ -66,6 +68,7 @@ class Tools(Stage):
     def __init__(self, pipe: Pipe, toolbox: Toolbox) -> None:
         super().__init__(pipe)
         self._toolbox = toolbox
+        self._files = NamedFileStore(pipe.broker, pipe.settings.max_body_size)
         self._log: ResponseLog  # set by run, like these
         self._conversations: Conversations
         self._history: History
@@ -179,6 +182,7 @@ class Tools(Stage):
             self._toolbox.check(source)
         begun = await self._asked(job, request)
         history = await self._history.items(job, begun)
+        await self._files.check(job.tenant, files_named(history, begun.input, request))
         answers = approved_calls(history, begun.input)
         chat_messages([*history, *begun.input], request.instructions, before=len(history))  # raises `InvalidRequest`
         await publish_event(self.pipe, address(job), Accepted(job.id, request.model, int(job.created), 0), "accepted")
@@ -204,33 +208,12 @@ class Tools(Stage):
             "items": items,
             "index": 2 * len(items),
         }
-        return await self._with_approved(begun.model_copy(update=known), answers)
+        return await self._calls.with_approved(begun.model_copy(update=known), answers)
 
     async def _asked(self, job: LoopJob, request: ResponsesRequest) -> Begun:
         """The beginning, with the request's items but no tools. Raises `InvalidRequest` and `StreamNotFound`."""
         origin, input = await self._history.origin(job, request), await self._history.input(job, request)
         return Begun(**dict(origin), job=job.unsealed(), sources=(), tools=(), input=input, items=[], index=0)
-
-    async def _with_approved(self, begun: Begun, answers: Sequence[Approval]) -> Begun:
-        """Make the calls that a person has approved, and add them to the beginning."""
-        calls = [
-            {
-                "id": item_id("mcp_call", TurnId(begun.job.id, 0), len(begun.items) + number),
-                "type": "mcp_call",
-                "server_label": asked["server_label"],
-                "name": asked["name"],
-                "arguments": asked["arguments"],
-                "approval_request_id": asked["id"],
-                "status": "in_progress",
-                "output": None,
-                "error": None,
-            }
-            for number, (asked, approved, _) in enumerate(answers)
-            if approved
-        ]
-        await show(self.pipe, begun.job, begun.index, calls, finished=False)
-        items = await self._calls.make_all(begun, 0, [*begun.items, *calls], begun.index + len(calls))
-        return begun.model_copy(update={"items": items, "index": begun.index + 2 * len(calls)})
 
     async def _continue(self, stored: Stored) -> None:
         """Request the next turn, or end the response."""

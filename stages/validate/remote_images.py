@@ -57,9 +57,9 @@ class RemoteImages:
         if not isinstance(request, ChatRequest) or not has_images(request):
             return wanted
         for path, part in image_parts(request.messages):
-            if is_remote(part.image_url.url):
-                self._check(part.image_url.url, path)
-                wanted.setdefault(part.image_url.url, path)
+            if (url := part.image_url.url) is not None and is_remote(url):
+                self._check(url, path)
+                wanted.setdefault(url, path)
         return wanted
 
     async def fetch(self, request: object) -> dict[str, bytes]:

@@ -3,13 +3,17 @@ pass it meanwhile, and no tenant keeps these from another."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import NamedTuple, TypeVar
 
 from ...engine.preparing.documents import READERS, has_documents, read_documents
 from ...engine.preparing.gate import FairGate
+from ...engine.preparing.prepare import Preparer
 from ...schemas.errors import DeadlineExceeded
+from ...schemas.openai.chat import has_named_files
+from ...schemas.openai.completions import ChatRequest
+from ...streams.stores.named_files import NamedFileStore
 from ..contract import Pipe
 from ..visits import leave_turn
 from .remote_images import RemoteImages
@@ -33,29 +37,37 @@ class Waiter(NamedTuple):
 
 
 class SlowParts:
-    """Fetches and reads them. Both methods raise `InvalidRequest`, `Overloaded`, `DeadlineExceeded` and
-    `CancelledMeanwhile`."""
+    """Fetches and reads them."""
 
     def __init__(self, pipe: Pipe) -> None:
         """Raises `ConfigurationError`."""
         self._pipe = pipe
         self._remote = RemoteImages(pipe.settings.image_allowed_urls)
+        self._files = NamedFileStore(pipe.broker, pipe.settings.max_body_size)
         self._fetching = FairGate(FETCHED_TOGETHER, "images to be fetched")
-        self._reading = FairGate(READERS, "documents to be read")
+        self._reading = FairGate(READERS, "files to be read")
 
-    async def fetch(self, request: object, waiter: Waiter) -> dict[str, bytes]:
-        """The files of a request's remote images, by URL."""
-        if not self._remote.wanted(request):
-            return {}
-        async with self._turn(self._fetching, waiter):
-            return await self._remote.fetch(request)
+    @asynccontextmanager
+    async def contents(
+        self, request: Request, preparer: Preparer, waiter: Waiter
+    ) -> AsyncIterator[tuple[Request, Mapping[str, bytes]]]:
+        """The request with what its documents say, and the bytes of its images by URL or id; inside, those of the files
+        that it names are in memory.
 
-    async def read(self, request: Request, most_pixels: int, waiter: Waiter) -> Request:
-        """The request with the contents of its documents, as `read_documents` returns it."""
-        if not has_documents(request):
-            return request
+        Raises `InvalidRequest`, `Overloaded`, `DeadlineExceeded`, `CancelledMeanwhile`, and what `NamedFileStore.read`
+        raises.
+        """
+        fetched: dict[str, bytes] = {}
+        if preparer.sees and self._remote.wanted(request):
+            async with self._turn(self._fetching, waiter):
+                fetched = await self._remote.fetch(request)
+        if not isinstance(request, ChatRequest) or not (has_documents(request) or has_named_files(request)):
+            yield request, fetched
+            return
         async with self._turn(self._reading, waiter):
-            return await read_documents(request, most_pixels)
+            files = await self._files.read(waiter.tenant, request)
+            read = await read_documents(request, preparer.most_pixels, files)
+            yield read, fetched | {id: file.data for id, file in files.items()}
 
     @asynccontextmanager
     async def _turn(self, gate: FairGate, waiter: Waiter) -> AsyncIterator[None]:

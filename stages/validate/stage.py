@@ -206,21 +206,21 @@ class Validate(Stage):
             request = parse_request(endpoint, with_defaults(job.body, model.defaults))
         preparer = await self._preparers.get(model)
         waiter = Waiter(job.id or endings.request_id(message), tenant, len(message.data), deadline)
-        fetched = await self._slow.fetch(request, waiter) if preparer.sees else {}
-        prepare = partial(
-            preparer.prepare,
-            await self._slow.read(request, preparer.most_pixels, waiter),
-            fetched=fetched,
-            context_length=model.context_length,
-            name=model.name,
-            seed=secrets.randbits(63),
-        )
-        is_short = len(message.data) <= LONG and not has_documents(request)
-        if is_short and not has_images(request) and not _has_lark(request):
-            prepared = prepare()
-        else:
-            async with self._long:
-                prepared = await asyncio.to_thread(prepare)
+        async with self._slow.contents(request, preparer, waiter) as (read, fetched):
+            prepare = partial(
+                preparer.prepare,
+                read,
+                fetched=fetched,
+                context_length=model.context_length,
+                name=model.name,
+                seed=secrets.randbits(63),
+            )
+            is_short = len(message.data) <= LONG and not has_documents(request)
+            if is_short and not has_images(request) and not _has_lark(request):
+                prepared = prepare()
+            else:
+                async with self._long:
+                    prepared = await asyncio.to_thread(prepare)
         for grammar in filter(None, (prepared.asked_grammar, prepared.params.grammar)):
             await self._grammars.check(
                 grammar, model.source, model.backend, model.revision, param=prepared.grammar_param

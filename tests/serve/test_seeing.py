@@ -183,10 +183,49 @@ def test_pictures_in_the_results_of_tools_are_seen(served: Served, library: Open
         assert counted == wanted["usage"]["prompt_tokens"]
 
 
+def test_uploaded_pictures_are_seen(served: Served, library: OpenAIAdapter) -> None:
+    """Whatever they are called; the answers are those to the same pictures in the request."""
+    one = picture()
+    wanted = library.create(body(one, max_tokens=16, ignore_eos=False))
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        id = client.files.create(file=("scan", one), purpose="vision").id
+        image: Any = {"type": "image_url", "image_url": {"file_id": id}}
+        asked: Any = [{"role": "user", "content": [{"type": "text", "text": WORDS}, image]}]
+        answer = client.chat.completions.create(model="seer", messages=asked, temperature=0, max_tokens=16)
+        assert answer.choices[0].message.content == text_of(wanted)
+        items: Any = [
+            {
+                "role": "user",
+                "content": [{"type": "input_text", "text": WORDS}, {"type": "input_image", "file_id": id}],
+            }
+        ]
+        response = client.responses.create(model="seer", input=items, temperature=0, max_output_tokens=16)
+        assert response.output_text == text_of(wanted)
+        details = response.usage and response.usage.input_tokens_details
+        assert details and details.cached_tokens, "the same picture has the same prefix, however it comes"
+        with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0, timeout=120) as other:
+            source: Any = {"type": "file", "file_id": id}
+            blocks: Any = [{"type": "text", "text": WORDS}, {"type": "image", "source": source}]
+            turns: Any = [{"role": "user", "content": blocks}]
+            said = other.messages.create(model="seer", max_tokens=16, messages=turns, extra_body={"temperature": 0})
+            assert said.content[0].type == "text" and said.content[0].text == text_of(wanted)
+            counted = other.messages.count_tokens(model="seer", messages=turns).input_tokens
+            assert counted == wanted["usage"]["prompt_tokens"]
+        words = client.files.create(file=("words.png", b"no picture"), purpose="vision").id
+        image["image_url"] = {"file_id": words}
+        with pytest.raises(openai.BadRequestError, match="this is no PNG, JPEG, WebP or GIF image") as caught:
+            client.chat.completions.create(model="seer", messages=asked)
+        assert caught.value.param == "messages[0].content[1].image_url.file_id"
+
+
 def test_a_killed_worker_loses_no_picture(served: Served, library: OpenAIAdapter) -> None:
-    """Another process fetches it, and goes on with the next token."""
-    sent = body(picture(90, 60, 7), max_tokens=LONG, return_token_ids=True)
-    wanted = text_of(library.create(body(picture(90, 60, 7), max_tokens=LONG)))
+    """Another process fetches it, and goes on with the next token, though an uploaded one has been deleted since."""
+    one, two = picture(90, 60, 7), picture(80, 30, 8)
+    sent = body(one, two, max_tokens=LONG, return_token_ids=True)
+    wanted = text_of(library.create(body(one, two, max_tokens=LONG)))
+    form: Any = {"data": {"purpose": "vision"}, "files": {"file": ("a.png", two)}}
+    id = httpx2.post(f"{served.url}/v1/files", **form).json()["id"]
+    sent["messages"][0]["content"][2]["image_url"] = {"file_id": id}
     parent = psutil.Process(served.process.pid)
     running = [child for child in parent.children(recursive=True) if "worker" in child.cmdline()]
     told = ""
@@ -198,6 +237,8 @@ def test_a_killed_worker_loses_no_picture(served: Served, library: OpenAIAdapter
                 chunk = json.loads(line.removeprefix("data: "))
                 assert "error" not in chunk
                 told += "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+            if told and running:
+                assert httpx2.delete(f"{served.url}/v1/files/{id}").status_code == 200
             while told and running:
                 running.pop().kill()
     assert not running and told == wanted

@@ -17,13 +17,17 @@ VERSION = "anthropic-version"
 MAX_LISTED = 1000
 
 
+def rfc3339(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
 def model_info(card: ModelCard, name: str) -> dict[str, Any]:
     """The model, or one of its adapters, in Anthropic's form. What depends on its chat template is not told."""
     return {
         "type": "model",
         "id": name,
         "display_name": name,
-        "created_at": datetime.fromtimestamp(card.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "created_at": rfc3339(card.created),
         "lifecycle": "active",
         "line": None,
         "deprecated_at": None,

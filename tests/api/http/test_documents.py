@@ -46,10 +46,9 @@ def test_in_a_response_and_the_result_of_its_tool(echo_server: Served) -> None:
             max_output_tokens=600,
         )
         assert f"[document 1]\n{SHOWN}" in answer.output_text
-        with pytest.raises(openai.BadRequestError, match="neither file_id nor file_url"):
-            client.responses.create(
-                model="echo", input=[{"role": "user", "content": [{"type": "input_file", "file_id": "file-1"}]}]
-            )
+        with pytest.raises(openai.BadRequestError, match="documents are not fetched; send file_data or file_id"):
+            remote: Any = {"type": "input_file", "file_url": "https://a.example/b.pdf"}
+            client.responses.create(model="echo", input=[{"role": "user", "content": [remote]}])
 
 
 def test_in_a_message_and_the_result_of_its_tool(echo_server: Served) -> None:

@@ -222,7 +222,7 @@ FORM: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": ("f", b"
         ({"content": b"x", "headers": {"content-type": "multipart/form-data; boundary=b"}}, 400, None),
         (FORM | {"data": {}}, 400, "purpose"),
         (FORM | {"data": {"purpose": "fine-tune"}}, 400, "purpose"),
-        (FORM | {"data": {"purpose": "assistants"}}, 400, "purpose"),
+        (FORM | {"data": {"purpose": "batch_output"}}, 400, "purpose"),
         (FORM | {"data": {"purpose": "batch", "expires_after[seconds]": "3600"}}, 400, "expires_after"),
         (FORM | {"data": {"purpose": "batch", "expires_after[anchor]": "created_at"}}, 400, "expires_after"),
         (

@@ -490,7 +490,8 @@ def content(*blocks: Any, role: str = "user") -> dict[str, Any]:
     ("change", "says"),
     [
         (content({"type": "server_tool_use"}), "messages[0].content[0]: Input should be a block of type text"),
-        (content({"type": "image", "source": {"type": "file"}}), "Input should be a source of type base64 or url"),
+        (content({"type": "image", "source": {"type": "ftp"}}), "should be a source of type base64, url or file"),
+        (content({"type": "image", "source": {"type": "file"}}), "messages[0].content[0].source.file_id is missing"),
         (content({"type": "text"}), "messages[0].content[0].text is missing"),
         (
             content({"type": "tool_result", "tool_use_id": "t", "content": [{"type": "audio"}]}),

@@ -16,6 +16,7 @@ from penstock.engine.text.byte_tokenizer import END_OF_TEXT
 from penstock.schemas.errors import Overloaded
 from penstock.schemas.registry import ModelCard
 from penstock.streams.memory.broker import MemoryBroker
+from penstock.streams.stores.named_files import NamedFileStore
 from penstock.streams.stores.registry import Registry
 from penstock.streams.topology import topology
 
@@ -86,12 +87,16 @@ async def registry() -> Registry:
     return Registry(broker, interval=1.0)
 
 
+def preparers_of(registry: Registry) -> Preparers:
+    return Preparers(registry, NamedFileStore(MemoryBroker(), 0))
+
+
 def card(name: str, source: str = "echo") -> ModelCard:
     return ModelCard(name=name, source=source, backend="echo", context_length=8, created=1)
 
 
 async def test_a_model_may_be_left_out_only_where_there_is_one(registry: Registry) -> None:
-    preparers = Preparers(registry)
+    preparers = preparers_of(registry)
     with pytest.raises(Exception, match="Served: none yet"):
         await preparers.card(None)
     registry.models["a"] = card("a")
@@ -103,7 +108,7 @@ async def test_a_model_may_be_left_out_only_where_there_is_one(registry: Registr
 
 
 async def test_a_tokenizer_is_loaded_once(registry: Registry) -> None:
-    preparers = Preparers(registry)
+    preparers = preparers_of(registry)
     first = await preparers.of(card("a", "s0"))
     assert await preparers.of(card("another name", "s0")) is first
     assert await preparers.of(card("a", "s1")) is not first
@@ -112,7 +117,7 @@ async def test_a_tokenizer_is_loaded_once(registry: Registry) -> None:
 async def test_a_tokenizer_that_cannot_be_loaded_here_is_503_and_tried_again(
     registry: Registry, tmp_path: Path
 ) -> None:
-    preparers = Preparers(registry)
+    preparers = preparers_of(registry)
     broken = card("m", str(tmp_path / "nowhere"))
     for _ in range(2):
         with pytest.raises(Overloaded) as raised:
@@ -121,7 +126,7 @@ async def test_a_tokenizer_that_cannot_be_loaded_here_is_503_and_tried_again(
 
 
 async def test_requests_at_the_same_time_share_one_loading(registry: Registry) -> None:
-    preparers = Preparers(registry)
+    preparers = preparers_of(registry)
     first, second = await asyncio.gather(preparers.of(card("a")), preparers.of(card("a")))
     assert first is second
 
@@ -145,7 +150,7 @@ async def test_a_real_tokenizer_goes_there_and_back(tiny_model: Path) -> None:
 
 
 async def test_each_revision_has_its_own_tokenizer_and_former_ones_are_forgotten(registry: Registry) -> None:
-    preparers = Preparers(registry)
+    preparers = preparers_of(registry)
     first = await preparers.of(card("a", "s0"))
     swapped = card("a", "s0").model_copy(update={"revision": 2})
     second = await preparers.of(swapped)

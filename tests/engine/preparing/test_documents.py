@@ -67,8 +67,11 @@ def test_a_document_may_stand_behind_the_question_and_have_no_name() -> None:
         (file(encoded(pdf(""))), "the document has no text"),
         (file(encoded(scan(picture(), picture()))), "its pages are pictures, without text; ask a model that sees"),
         (file(encoded(b"%PDF-1.4 and then nothing")), "this PDF cannot be read"),
-        (file(None), "file: documents are taken from file_data alone"),
-        (file(None, file_id="file-1"), "documents are taken from file_data alone"),
+        (
+            file(None),
+            "file: there is no document; send a text in UTF-8 or a PDF, in base64 as file_data, or as file_id",
+        ),
+        (file(None, file_id="file-1"), "file.file_id: uploaded files are not known here"),
     ],
 )
 def test_what_cannot_be_read_is_refused(part: dict[str, Any], told: str) -> None:
@@ -82,7 +85,7 @@ def parts_of(data: bytes, most_pixels: int = 1 << 20, **more: str) -> list[tuple
     """What becomes of a document: texts, and pictures, decoded."""
     parts: list[tuple[str, Any]] = []
     for part in with_contents(chat(file(encoded(data), **more), QUESTION), most_pixels).messages[0].content or ():
-        if isinstance(part, ImagePart):
+        if isinstance(part, ImagePart) and part.image_url.url:
             head, _, image = part.image_url.url.partition(",")
             assert head == "data:image/jpeg;base64"
             parts.append(("image", Image.open(io.BytesIO(base64.b64decode(image)))))

@@ -156,6 +156,17 @@ def test_what_was_fetched_is_checked_as_well() -> None:
         given_images(chat, ANY, {far: animation()})
 
 
+def test_an_uploaded_image_is_known_by_its_id_alone() -> None:
+    chat = [message({"type": "image_url", "image_url": {"file_id": "file-1", "detail": "low"}})]
+    (found,) = given_images(chat, ANY, {"file-1": picture()})
+    assert (found.data, found.limits.most) == (picture(), LOW)
+    with pytest.raises(InvalidRequest, match="uploaded files are not known here; send a data: URL") as caught:
+        given_images(chat, ANY)
+    assert caught.value.param == "messages[0].content[0].image_url.file_id"
+    with pytest.raises(InvalidRequest, match="no data: URL"):
+        given_images([message({"type": "image_url", "image_url": {"url": "file-1"}})], ANY, {"file-1": picture()})
+
+
 def test_a_template_gets_marks_and_no_data() -> None:
     content = [{"type": "text", "text": "one"}, image(picture()), {"type": "text", "text": "two"}]
     parts = marked(content, PARTS, "<image>")

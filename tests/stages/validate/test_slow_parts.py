@@ -38,9 +38,9 @@ async def test_nobody_waits_for_the_documents_of_others(monkeypatch: pytest.Monk
     """More of them than the stage handles at a time wait to be read, and a request without any is answered."""
     read = asyncio.Event()
 
-    async def slowly(request: Any, most_pixels: int) -> Any:
+    async def slowly(*given: Any) -> Any:
         await read.wait()
-        return await read_documents(request, most_pixels)
+        return await read_documents(*given)
 
     monkeypatch.setattr(READS, slowly)
     pipeline = await Pipeline.start()
@@ -63,7 +63,7 @@ async def test_nobody_waits_for_the_documents_of_others(monkeypatch: pytest.Monk
 async def test_who_sends_too_many_documents_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     read = asyncio.Event()
 
-    async def never(request: Any, most_pixels: int) -> Any:
+    async def never(request: Any, *_: object) -> Any:
         await read.wait()
         return request.model_copy(update={"messages": []})
 
