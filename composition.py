@@ -41,7 +41,7 @@ from .engine.backend import ProgressCallback
 from .engine.cpu.process import lower_priority, prepare_process, worker_threads
 from .schemas.errors import StartupError, Transient
 from .schemas.jobs import TOKEN_PATTERN
-from .schemas.registry import ModelCard, StageCard, WorkerCard, reserve_of
+from .schemas.registry import RETURNED, ModelCard, StageCard, WorkerCard, reserve_of
 from .stages import Filter, Pipe, Runner, Stage
 from .stages.cancellations import Cancellations
 from .stages.catalogue import LIGHT, find_filters, find_stage, installed
@@ -92,6 +92,8 @@ def worker(
     """Run only the stage infer: an engine that takes batches from the broker."""
     if id is not None and re.fullmatch(TOKEN_PATTERN, id) is None:
         raise StartupError(f"--id {id!r}: use only letters, digits, '_' and '-', at most 64")
+    if id == RETURNED:
+        raise StartupError(f"--id {id}: this name is taken, choose another")
     configure_logging(loaded.settings, process="worker")
     whole = replace(loaded, settings=with_model(loaded.settings))
     _run(_worker(whole, id or f"w-{uuid.uuid4().hex[:8]}", revision))

@@ -57,6 +57,7 @@ class AddedAdapter(AdapterSource):
         return AdapterSource(name=self.name, path=self.path, digest=self.digest)
 
 
+RETURNED = "returned"  # no worker, but the name under which batches lie whose worker serves another model now
 OUTPUT_WEIGHT = 2  # of a generated token, in tokens of prompts
 
 

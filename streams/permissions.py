@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ..schemas.registry import RETURNED
 from .topology import (
     BATCHES,
     DEAD,
@@ -109,7 +110,7 @@ class Grants:
     def worker(self, inbox: str) -> Permissions:
         """Takes batches of requests and publishes their outputs."""
         root = self._root
-        publish = [f"{root}.{kind}.>" for kind in ("stream", "events", "dead")]
+        publish = [*(f"{root}.{kind}.>" for kind in ("stream", "events", "dead")), self._subjects.infer(RETURNED)]
         publish += [*self._consumes(INFER, "*", f"{root}.infer.*"), *self._reads([EVENTS, STREAM, INFER])]
         return self._part(inbox, publish, [f"{root}.control.>"])
 

@@ -31,8 +31,12 @@ from ...engine.planning.manifests import PAGED
 from ...schemas.deployment import SHARED
 from ...schemas.errors import BrokerAway, StartupError
 from ...schemas.models.catalogue import CatalogueEntry
+from ...schemas.registry import ModelCard
 from ...streams.nats.administration.deployment import joined, owned
+from ...streams.nats.broker import JetStreamBroker
 from ...streams.nats.servers.server import EmbeddedServer
+from ...streams.records import readable
+from ...streams.topology import MODELS
 from .ahead import take_ahead
 from .connecting import URL_FILE, connected
 from .hosting import gpus
@@ -172,6 +176,20 @@ class Supervisor:
                 settings = settings.model_copy(update={"store_limit": free})
         async with connected(settings, "serve") as broker:
             await owned(broker, replace(loaded, settings=settings))
+            await self._forget_former_models(broker)
+
+    async def _forget_former_models(self, broker: JetStreamBroker) -> None:
+        """Withdraw what an earlier start served and this one does not: such models would stay known for ten minutes.
+
+        What waits for one stays in its lanes. Workers that others have started announce theirs again.
+        """
+        names = {entry.name for entry in self._entries or ()} or {self._settings.served_model_name or ""}
+        announced = await broker.bucket(MODELS)
+        for key, card in readable(ModelCard, await announced.entries()):
+            is_agents = card.catalogued and self._entries is not None  # which withdraws them itself
+            if not is_agents and card.name not in names:
+                await announced.delete(key)
+                log.info("a model of an earlier start is not served any more", model=card.name)
 
 
 async def ready(url: str, workers: int = 1) -> None:

@@ -14,7 +14,7 @@ import structlog
 
 from ...schemas.errors import NotYet
 from ...schemas.jobs import InferenceBatch
-from ...schemas.registry import WorkerCard
+from ...schemas.registry import RETURNED, WorkerCard
 from ...streams.outages import outage_logged
 from ...streams.port import Consumer
 from ...streams.stores.registry import Registry
@@ -72,7 +72,7 @@ class Reclaimer:
         for worker in found:
             if worker in registry.leaving and worker not in registry.ended:
                 log.info("a worker is ending, others take what it has not begun", worker=worker)
-            else:
+            elif worker != RETURNED:
                 log.warning("a worker is gone, others take over its requests", worker=worker)
             name, subject = f"infer-{worker}", self._pipe.subjects.infer(worker)
             if worker in ended and await self._is_ours(ended[worker]):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 
 import structlog
@@ -20,16 +21,16 @@ from ...engine.cpu.machine import available_cores
 from ...engine.grammar.checker import SIMPLE
 from ...engine.vision.images import PromptImage
 from ...schemas.canaries import CANARY
-from ...schemas.errors import DeadlineExceeded, GenerationFailed, InvalidRequest, Overloaded, Refusal
+from ...schemas.errors import DeadlineExceeded, GenerationFailed, InvalidRequest, Refusal
 from ...schemas.events import FINAL
 from ...schemas.jobs import InferenceBatch, ValidatedJob
 from ...schemas.params import GenerationParams
-from ...schemas.registry import Room, WorkerCard, reserve_of
+from ...schemas.registry import RETURNED, Room, WorkerCard, reserve_of
 from ...schemas.wire import codec
 from ...streams.family import share_metrics, watch_loop
 from ...streams.lanes import open_lanes
 from ...streams.outages import outage_logged, through_outages
-from ...streams.port import SCHEMA, Delivery
+from ...streams.port import MESSAGE_ID, SCHEMA, Delivery
 from ...streams.topology import CONSUMER_IDLE, EVENTS, INFER
 from .. import endings
 from ..contract import SETTLED, Intake, Pipe, Stage
@@ -182,6 +183,9 @@ class Infer(Stage):
         message = delivery.message
         batch = codec.decode_model(InferenceBatch, message.data, message.headers.get(SCHEMA))
         epochs = batch.epochs or (0,) * len(batch.jobs)
+        if any((job.model, job.revision) != (self._card.model.name, self._card.model.revision) for job in batch.jobs):
+            await self._give_back(batch, epochs, delivery)
+            return
         is_ours = batch.incarnation == self._card.incarnation
         if is_ours:
             self._arrivals.add(batch.sender, batch.number, batch.oldest)
@@ -192,6 +196,23 @@ class Infer(Stage):
                 # An earlier process with this worker's name may have used this epoch already: start above it.
                 running = group.create_task(self._run(job, epoch + delivery.attempt - (1 if is_ours else 0)))
                 running.add_done_callback(partial(self._depart, job.tenant, seats))
+
+    async def _give_back(self, batch: InferenceBatch, epochs: Sequence[int], delivery: Delivery) -> None:
+        """Leave what an earlier process of this worker's name had, which served another model, to the batch stage: for
+        the workers of that model, or until there is one.
+
+        Raises `DeadlineExceeded`, as there may be no room to give it back, and `Transient`.
+        """
+        if all(job.deadline <= self.pipe.now() for job in batch.jobs):
+            raise DeadlineExceeded("No worker began the request before its deadline.")
+        headers, reached = delivery.message.headers, tuple(epoch + delivery.attempt for epoch in epochs)
+        await self.pipe.broker.publish(
+            self.pipe.subjects.infer(RETURNED),
+            codec.encode(batch.model_copy(update={"epochs": reached})),
+            message_id=f"{headers[MESSAGE_ID]}.{RETURNED}",
+            headers=headers,
+        )
+        log.warning("a request for another model is given back", requests=[job.id for job in batch.jobs])
 
     async def _run(self, job: ValidatedJob, newest: int) -> None:
         """Run one job to its end. `newest` is the highest epoch that another worker may have used.
@@ -210,8 +231,6 @@ class Infer(Stage):
                     if not self._engine.healthy:
                         raise RuntimeError("the engine has died") from self._engine.error
                     return
-                if (job.model, job.revision) != (self._card.model.name, self._card.model.revision):
-                    raise Overloaded(f"The worker no longer serves {job.model}.", retry_after=1.0)
                 if job.deadline <= self.pipe.now():
                     raise DeadlineExceeded("No worker began the request before its deadline.")
                 await self._publish_outputs(job, newest, adapter, images)

@@ -150,6 +150,13 @@ def test_a_killed_parent_leaves_no_process(serve: Serve) -> None:
     assert gone(family)
 
 
+def test_a_start_under_another_name_offers_the_former_model_no_longer(serve: Serve) -> None:
+    serve("--backend", "echo").process.end()
+    url = serve("--backend", "echo", "--served-model-name", "other").url
+    assert [each["id"] for each in httpx2.get(f"{url}/v1/models").json()["data"]] == ["other"]
+    assert httpx2.post(f"{url}/v1/completions", json=BODY).json()["error"]["code"] == "model_not_found"
+
+
 def test_a_killed_front_or_broker_is_started_again(serve: Serve) -> None:
     served = serve("--backend", "echo")
     for name in ("front", "nats-server"):

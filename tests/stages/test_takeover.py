@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import uuid
 from collections.abc import Sequence
 
 import pytest
+from absent_model import ABSENT, with_absent
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from memory_pipeline import MODEL, Pipeline, validated
@@ -17,8 +19,10 @@ from penstock.engine.text.byte_tokenizer import END_OF_TEXT
 from penstock.schemas.errors import StartupError
 from penstock.schemas.events import FINAL, Delta, Done, Event, Failed, Output, Started, Token
 from penstock.schemas.jobs import InferenceBatch, ValidatedJob
-from penstock.schemas.registry import ModelCard, WorkerCard
+from penstock.schemas.registry import RETURNED, ModelCard, WorkerCard
 from penstock.schemas.wire import codec
+from penstock.stages import Runner
+from penstock.stages.infer.stage import Infer
 from penstock.streams.port import DEAD_REASON, SCHEMA
 
 EXAMPLES = settings(max_examples=100, deadline=None, phases=[Phase.generate])  # a failure waits; once is enough
@@ -208,3 +212,28 @@ async def test_the_card_of_a_dead_process_is_no_obstacle(dead: int) -> None:
     async with asyncio.timeout(PATIENCE):
         await pipeline.pipe.registry.claim(card.model_copy(update={"incarnation": "new", "pid": 1}))
     await pipeline.stop()
+
+
+async def test_what_lies_with_a_worker_that_serves_another_model_now_waits_for_its_own() -> None:
+    """As after a restart of `w0` under another name: a worker of the former model goes on where it was."""
+    pipeline = await with_absent()
+    pipe = pipeline.pipe
+    job = job_of(pipeline, model=ABSENT)
+    await say(pipeline, job, started(job, 1), delta(job, 1, 0, TEXT[:5]))
+    await dispatch(pipeline, "w0", [job])
+    (known,) = [card for card in pipe.registry.models.values() if card.name == ABSENT]
+    card = WorkerCard(id="w1", model=known, capacity=4, pid=os.getpid(), incarnation=uuid.uuid4().hex)
+    async with asyncio.timeout(PATIENCE):
+        while RETURNED not in await returned_to(pipeline):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    late = Runner(Infer(pipe, pipeline.engine, card), pipe)
+    running = asyncio.create_task(late.run())
+    assert text_of(await events_of(pipeline, job)) == TEXT
+    late.stop()
+    await running
+    await pipeline.stop()
+
+
+async def returned_to(pipeline: Pipeline) -> set[str]:
+    """The names under which batches lie."""
+    return {subject.rpartition(".")[2] for subject in (await pipeline.pipe.broker.held("INFER")).by_subject}

@@ -246,9 +246,7 @@ class ModelRoutes:
             return state.status if state else "unloaded"
         if self._registry.workers_for(card.name, card.revision):
             return "ready"
-        if card.name in self._registry.declared and not self._gateway.bridge.loads.is_loading(card.name, card.revision):
-            return "unloaded"  # nobody starts a worker before it is asked for
-        return "loading"
+        return "loading" if self._gateway.bridge.loads.is_loading(card.name, card.revision) else "unloaded"
 
     async def _key(self, request: Request) -> RevisionKey:
         """The model that an operator's request names. Raises `Forbidden`, and `InvalidRequest` or `ModelNotFound`."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 from applications import Script
 from asgi import ask
 
-from penstock.schemas.registry import AgentCard, ModelCard
+from penstock.schemas.registry import AgentCard, LoadProgress, ModelCard
 from penstock.streams.stores.catalogue import CatalogueStore
 
 
@@ -35,3 +37,19 @@ async def test_an_unknown_name_is_refused_with_the_names_that_are_served() -> No
     assert "Did you mean echo?" in refused.error["message"]
     own = await ask(script.app, "POST", "/models/swap", {"model": "echo", "source": "/any"})
     assert own.status == 400 and "workers of its own" in own.error["message"]
+
+
+async def test_a_model_whose_worker_has_left_is_loading_only_once_another_loads_it() -> None:
+    script = await Script.start()
+    card = ModelCard(name="echo", source="echo", backend="echo", context_length=100, created=0)
+    await script.registry.announce_model(card)
+    await script.registry.refresh()
+
+    async def status() -> str:
+        (model,) = json.loads((await ask(script.app, "GET", "/v1/models")).body)["data"]
+        return str(model["status"]["value"])
+
+    assert await status() == "unloaded"
+    load = LoadProgress(worker="w0", model="echo", percent=10, elapsed=1.0)
+    script.bridge.loads.hear(load.model_dump_json().encode())
+    assert await status() == "loading"
