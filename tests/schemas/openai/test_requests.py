@@ -239,6 +239,7 @@ OUTSIDE = {
 @example(
     ("/v1/completions", {"model": "m", "prompt": "a", "structured_outputs": {"xml": "a"}}, "structured_outputs", None)
 )
+@example(("/v1/completions", {"model": "m", "prompt": [[]]}, "prompt", None))
 def test_every_fault_of_a_body_is_refused_by_its_name(
     fault: tuple[Endpoint, dict[str, Any], str, str | None],
 ) -> None:
