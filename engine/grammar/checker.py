@@ -53,6 +53,11 @@ class GrammarChecker:
         self._turn = asyncio.Lock()
         self._child: Process | None = None  # guarded by `_turn`
 
+    def knows(self, grammar: Grammar, source: str, backend: str, revision: int = 1) -> bool:
+        """Whether `check` would not wait."""
+        verdict = self._verdicts.get(_digest((source, backend, revision, grammar.kind, grammar.text)))
+        return verdict is not None and verdict.done()
+
     async def check(self, grammar: Grammar, source: str, backend: str, revision: int = 1, *, param: str) -> None:
         """Return if the model at `source` can follow `grammar`; a newer `revision` may have other files there.
 
@@ -60,7 +65,7 @@ class GrammarChecker:
         many grammars wait already; `ModelLoadError`.
         """
         job = (source, backend, revision, grammar.kind, grammar.text)
-        key = sha256(json.dumps(job).encode()).digest()  # a grammar may have megabytes
+        key = _digest(job)
         if key not in self._verdicts:
             if self._num_waiting >= _MAX_WAITING:
                 raise Overloaded("Too many grammars wait to be checked.", retry_after=self._time_limit)
@@ -160,6 +165,11 @@ class GrammarChecker:
             with contextlib.suppress(ProcessLookupError):
                 child.kill()
             await child.wait()
+
+
+def _digest(job: _Job) -> bytes:
+    """What stands for a grammar, which may have megabytes."""
+    return sha256(json.dumps(job).encode()).digest()
 
 
 def main(jobs: IO[str], answers: IO[str]) -> None:

@@ -1,5 +1,5 @@
-"""What a request may have to wait for before it is validated: images to be fetched, and documents to be read. Others
-pass it meanwhile, and no tenant keeps these from another."""
+"""What a request may have to wait for before it is validated: images to be fetched, documents to be read, and grammars
+to be compiled. Others pass it meanwhile, and no tenant keeps these from another."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import NamedTuple, TypeVar
 
+from ...engine.grammar.checker import GrammarChecker
 from ...engine.preparing.documents import READERS, has_documents, read_documents
 from ...engine.preparing.gate import FairGate
 from ...engine.preparing.prepare import Preparer
 from ...schemas.errors import DeadlineExceeded
 from ...schemas.openai.chat import has_named_files
 from ...schemas.openai.completions import ChatRequest
+from ...schemas.params import Grammar
+from ...schemas.registry import ModelCard
 from ...streams.stores.named_files import NamedFileStore
 from ..contract import Pipe
 from ..visits import leave_turn
@@ -37,10 +40,12 @@ class Waiter(NamedTuple):
 
 
 class SlowParts:
-    """Fetches and reads them."""
+    """Waits for them. Its methods raise `InvalidRequest`, `Overloaded`, `DeadlineExceeded` and `CancelledMeanwhile`."""
 
-    def __init__(self, pipe: Pipe) -> None:
+    def __init__(self, pipe: Pipe, grammars: GrammarChecker) -> None:
         """Raises `ConfigurationError`."""
+        self._grammars = grammars
+        self._compiling = FairGate(1, "grammars to be compiled")
         self._pipe = pipe
         self._remote = RemoteImages(pipe.settings.image_allowed_urls)
         self._files = NamedFileStore(pipe.broker, pipe.settings.max_body_size)
@@ -54,8 +59,7 @@ class SlowParts:
         """The request with what its documents say, and the bytes of its images by URL or id; inside, those of the files
         that it names are in memory.
 
-        Raises `InvalidRequest`, `Overloaded`, `DeadlineExceeded`, `CancelledMeanwhile`, and what `NamedFileStore.read`
-        raises.
+        Raises what `NamedFileStore.read` raises, too.
         """
         fetched: dict[str, bytes] = {}
         if preparer.sees and self._remote.wanted(request):
@@ -69,6 +73,15 @@ class SlowParts:
             read = await read_documents(request, preparer.most_pixels, files)
             yield read, fetched | {id: file.data for id, file in files.items()}
 
+    async def check(self, grammar: Grammar, model: ModelCard, param: str, waiter: Waiter) -> None:
+        """Return if the model can follow the grammar. Raises `ModelLoadError`, too."""
+        compiled = grammar, model.source, model.backend, model.revision
+        if self._grammars.knows(*compiled):
+            await self._grammars.check(*compiled, param=param)
+            return
+        async with self._turn(self._compiling, waiter):
+            await self._grammars.check(*compiled, param=param)
+
     @asynccontextmanager
     async def _turn(self, gate: FairGate, waiter: Waiter) -> AsyncIterator[None]:
         leave_turn()
@@ -76,5 +89,5 @@ class SlowParts:
             if self._pipe.cancellations.include(waiter.tenant, waiter.id):
                 raise CancelledMeanwhile
             if waiter.deadline <= self._pipe.now():
-                raise DeadlineExceeded("The deadline passed before the request's documents and images could be read.")
+                raise DeadlineExceeded("The deadline passed while the request waited to be validated.")
             yield

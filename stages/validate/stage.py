@@ -72,7 +72,7 @@ class Validate(Stage):
         self._grammars = GrammarChecker()
         self._plug_ins = PlugIns(pipe.settings.allowed_plug_ins)
         self._quotas = Quotas(pipe.broker, pipe.settings.tenant_quota)
-        self._slow = SlowParts(pipe)
+        self._slow = SlowParts(pipe, self._grammars)
         self._long = asyncio.Semaphore(MAX_LONG_JOBS)
         self._misaddressed: asyncio.Queue[Message] = asyncio.Queue(MAX_MISADDRESSED)
         self._replays = Replays(pipe.broker, pipe.subjects)
@@ -222,9 +222,7 @@ class Validate(Stage):
                 async with self._long:
                     prepared = await asyncio.to_thread(prepare)
         for grammar in filter(None, (prepared.asked_grammar, prepared.params.grammar)):
-            await self._grammars.check(
-                grammar, model.source, model.backend, model.revision, param=prepared.grammar_param
-            )
+            await self._slow.check(grammar, model, prepared.grammar_param, waiter)
         if prepared.params.plug_ins:
             await asyncio.to_thread(self._plug_ins.check, prepared.params, preparer.tokenizer, prepared.prompts[0])
         images = await stored_images(self.pipe.broker, self._quotas, tenant, prepared.images, created)

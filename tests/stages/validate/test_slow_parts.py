@@ -10,6 +10,8 @@ import pytest
 from memory_pipeline import MODEL, Pipeline
 
 from penstock.api.bridge.reading import Reading
+from penstock.engine.grammar.checker import SIMPLE, GrammarChecker
+from penstock.engine.models import BUNDLED, resolve_model
 from penstock.engine.preparing.documents import read_documents
 from penstock.schemas.events import Cancelled, Done, Event, Expired, Failed
 from penstock.schemas.jobs import Job
@@ -20,8 +22,8 @@ DOCUMENT = {"type": "file", "file": {"file_data": base64.b64encode(b"The grass i
 
 
 async def ask(pipeline: Pipeline, name: str, tenant: str, content: Any, **more: Any) -> Reading:
-    body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 4}
-    job = Job(id=name, endpoint="/v1/chat/completions", bridge="test", body=body, **more)
+    body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 4, **more}
+    job = Job(id=name, endpoint="/v1/chat/completions", bridge="test", body=body)
     return await pipeline.bridge.open(job, priority="normal", tenant=tenant)
 
 
@@ -75,4 +77,30 @@ async def test_who_sends_too_many_documents_is_told_so(monkeypatch: pytest.Monke
         assert isinstance(refused, Failed) and refused.error.status == 503 and refused.error.retry_after
     finally:
         read.set()
+        await pipeline.stop()
+
+
+async def test_nobody_waits_for_the_grammars_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither do requests without any, nor, for more than the one that is compiled, those of another tenant."""
+    compiled, begun, judge = asyncio.Event(), list[str](), GrammarChecker._judge
+
+    async def slowly(checker: GrammarChecker, job: Any) -> str:
+        begun.append(job[-1])
+        await compiled.wait()
+        return await judge(checker, job)
+
+    monkeypatch.setattr(GrammarChecker, "_judge", slowly)
+    pipeline = await Pipeline.start(source=str(resolve_model(BUNDLED)), context_length=2048)
+    try:
+        grammars: list[Any] = [{"guided_regex": f"a{{{number}}}"} for number in range(1, 81)]
+        many = [await ask(pipeline, f"m-{number}", "many", "hello", **each) for number, each in enumerate(grammars)]
+        own = await ask(pipeline, "own", "one", "hello", guided_regex="b")
+        assert isinstance(await end_of(await ask(pipeline, "plain", "one", "hello")), Done)
+        compiled.set()
+        for reading in (own, *many):
+            await end_of(reading)
+        regexes = [text for text in begun if text != SIMPLE.text]
+        assert regexes.index("b") <= 2
+    finally:
+        compiled.set()
         await pipeline.stop()
