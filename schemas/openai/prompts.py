@@ -14,7 +14,7 @@ def _is_prompt(value: object) -> object:
             return value
         case [_, *_] as items if all(isinstance(item, str) for item in items) or _are_token_ids(items):
             return value
-        case [_, *_] as items if all(isinstance(item, list) and item and _are_token_ids(item) for item in items):
+        case [_, *_] as items if all(isinstance(item, list) and _are_token_ids(item) for item in items):
             return value
     raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
 
