@@ -264,10 +264,10 @@ def test_a_job_dispatched_twice_is_told_once(pipeline: Pipeline) -> None:
     assert [event.type for event in heard if not isinstance(event, Token)] == ["accepted", "done"]
 
 
-def test_a_worker_refuses_what_it_cannot_answer(pipeline: Pipeline) -> None:
-    async def final(change: dict[str, object]) -> Event:
+def test_a_worker_refuses_what_is_past_its_deadline(pipeline: Pipeline) -> None:
+    async def final() -> Event:
         heard: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
-        job = validated(uuid.uuid4().hex, pipeline.pipe).model_copy(update=change)
+        job = validated(uuid.uuid4().hex, pipeline.pipe).model_copy(update={"deadline": time.time() - 1})
         listening = await pipeline.pipe.broker.listen(
             pipeline.pipe.subjects.events_of("test"), lambda message: heard.set_result(codec.decode_event(message.data))
         )
@@ -277,9 +277,7 @@ def test_a_worker_refuses_what_it_cannot_answer(pipeline: Pipeline) -> None:
         await listening.close()
         return event
 
-    other = pipeline.runner.run(final({"model": "other"}))
-    assert isinstance(other, Failed) and other.error.status == 503
-    late = pipeline.runner.run(final({"deadline": time.time() - 1}))
+    late = pipeline.runner.run(final())
     assert isinstance(late, Expired) and late.error.status == 408
 
 
