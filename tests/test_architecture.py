@@ -222,7 +222,11 @@ EXCEPTIONS: dict[str, set[str]] = {
     "stages/infer/stage.py": {"engine"},
     "stages/loading.py": {"engine.adapters", "engine.models", "engine.planning"},
     "stages/validate/remote_images.py": {"engine.vision.chat", "engine.vision.reading"},
-    "stages/validate/slow_parts.py": {"engine.grammar.checker", "engine.preparing"},
+    "stages/validate/slow_parts.py": {
+        "engine.grammar.checker",
+        "engine.preparing.documents",
+        "engine.preparing.prepare",
+    },
     "stages/validate/stage.py": {
         "engine.grammar.checker",
         "engine.plug_ins.found",

@@ -8,7 +8,6 @@ import sys
 import structlog
 
 from ...engine.preparing.documents import READERS, has_documents, read_documents
-from ...engine.preparing.gate import FairGate
 from ...engine.preparing.prepare import Prepared, Preparer
 from ...engine.preparing.preparers import PreparerCache
 from ...engine.vision.reading import ANY, ImageLimits
@@ -18,6 +17,7 @@ from ...schemas.openai.completions import ChatRequest, CompletionRequest
 from ...schemas.openai.content import NO_FILES, NamedFiles
 from ...schemas.openai.embeddings import EmbeddingRequest
 from ...schemas.registry import ModelCard
+from ...streams.gate import FairGate
 from ...streams.stores.named_files import NamedFileStore
 from ...streams.stores.registry import Registry
 

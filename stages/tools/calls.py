@@ -23,12 +23,15 @@ from ...schemas.events import Event, ItemEvent
 from ...schemas.loops import Begun, Items, LoopJob, LoopTool, Source, ToolResult, TurnId
 from ...schemas.openai.items import Approval
 from ...schemas.openai.turn_items import item_id
+from ...streams.gate import FairGate
 from ...streams.outages import through_outages
 from ...streams.stores.responses import FREE, CallKey, Claim, ResponseLog
 from ..contract import Pipe
 from ..endings import Address
+from ..visits import leave_turn
 from .spans import tool_span
 
+TOGETHER, SHARE = 256, 192  # responses that wait for tools at the same time, of all tenants and of one
 POLL_INTERVAL = 0.2  # seconds, while another copy makes a call
 RELEASE_TIMEOUT = 1.0  # seconds that an abandoned call waits for the release of its claim
 UNKNOWN = ToolResult(
@@ -150,10 +153,18 @@ class Calls:
         self._toolbox = toolbox
         self._log = log
         self._owner = owner
+        self._gate = FairGate(TOGETHER, "tools", share=SHARE, bounded=False)
         self._turns: WeakValueDictionary[CallKey, asyncio.Lock] = (
             WeakValueDictionary()
         )  # of the calls that this copy makes
         self._releases: set[asyncio.Task[None]] = set()  # releases of claims
+
+    @contextlib.asynccontextmanager
+    async def among_slow(self, tenant: str) -> AsyncIterator[None]:
+        """Inside, others are waited for: the stage takes on other responses meanwhile, and tenants wait in turns."""
+        leave_turn()
+        async with self._gate.turn(tenant, 0):
+            yield
 
     async def with_approved(self, begun: Begun, answers: Sequence[Approval]) -> Begun:
         """Make the calls that a person has approved, and add them to the beginning."""
@@ -193,7 +204,8 @@ class Calls:
             for number, position in enumerate(waiting)
         )
         began = self._pipe.now()
-        async with at_once(map(self._timed, works)) as calls:
+        slow = self.among_slow(job.tenant) if waiting else contextlib.nullcontext()
+        async with slow, at_once(map(self._timed, works)) as calls:
             for number, (position, call) in enumerate(zip(waiting, calls, strict=True)):
                 given, returned = await call
                 result = _cut(given, longest)

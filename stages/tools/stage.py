@@ -7,6 +7,7 @@ continue it, and a duplicate message has no effect.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine
 from dataclasses import asdict, astuple, replace
 from math import inf
@@ -32,7 +33,7 @@ from ...streams.stores.responses import ResponseLog, Stored
 from ...streams.topology import EVENTS, TOOLS
 from ..contract import Intake, Pipe, Stage
 from ..endings import Address
-from ..visits import traceparent
+from ..visits import leave_turn, traceparent
 from .answer import answer_of, was_accepted
 from .calls import (
     Calls,
@@ -193,7 +194,8 @@ class Tools(Stage):
         items: Items = []
         found: list[LoopTool] = []
         works = (listed(self._toolbox, source, item) for source, item in zip(sources, empty, strict=True))
-        async with at_once(works) as listings:
+        slow = self._calls.among_slow(job.tenant) if sources else contextlib.nullcontext()
+        async with slow, at_once(works) as listings:
             for listing in listings:
                 item, tools = await listing
                 await show(self.pipe, job, len(sources) + len(items), [item])
@@ -264,6 +266,7 @@ class Tools(Stage):
         match final:
             case Failed(error=error) if error.status in (429, 503) and (turn.turn > 1 or count(begun.items)):
                 # The response was accepted, so its turns wait for capacity.
+                leave_turn()
                 await asyncio.sleep(min(error.retry_after or 1.0, MAX_PAUSE))
                 await self._ask(stored, turn._replace(attempt=turn.attempt + 1))
             case Failed(error=error) | Expired(error=error):

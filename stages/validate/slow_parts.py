@@ -9,13 +9,13 @@ from typing import NamedTuple, TypeVar
 
 from ...engine.grammar.checker import GrammarChecker
 from ...engine.preparing.documents import READERS, has_documents, read_documents
-from ...engine.preparing.gate import FairGate
 from ...engine.preparing.prepare import Preparer
 from ...schemas.errors import DeadlineExceeded
 from ...schemas.openai.chat import has_named_files
 from ...schemas.openai.completions import ChatRequest
 from ...schemas.params import Grammar
 from ...schemas.registry import ModelCard
+from ...streams.gate import FairGate
 from ...streams.stores.named_files import NamedFileStore
 from ..contract import Pipe
 from ..visits import leave_turn
@@ -49,7 +49,7 @@ class SlowParts:
         self._pipe = pipe
         self._remote = RemoteImages(pipe.settings.image_allowed_urls)
         self._files = NamedFileStore(pipe.broker, pipe.settings.max_body_size)
-        self._fetching = FairGate(FETCHED_TOGETHER, "images to be fetched")
+        self._fetching = FairGate(FETCHED_TOGETHER, "images to be fetched", share=FETCHED_TOGETHER // 2)
         self._reading = FairGate(READERS, "files to be read")
 
     @asynccontextmanager

@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from ...schemas.errors import Overloaded
+from ..schemas.errors import Overloaded
 
 MOST, MOST_BYTES = 256, 256 << 20  # that wait, of all tenants together; one may have half of each
 
@@ -16,16 +16,17 @@ MOST, MOST_BYTES = 256, 256 << 20  # that wait, of all tenants together; one may
 class FairGate:
     """Lets `together` callers in at a time: next comes the tenant with least under way that has waited longest."""
 
-    def __init__(self, together: int, work: str) -> None:
-        """`work` names what is waited for, in refusals."""
-        self._together, self._work = together, work
+    def __init__(self, together: int, work: str, *, share: int | None = None, bounded: bool = True) -> None:
+        """`work` names what is waited for, in refusals; without `bounded` any number waits. No tenant has more than
+        `share` under way, so that others need not wait for the end of its work."""
+        self._together, self._share, self._work, self._bounded = together, share or together, work, bounded
         self._running = Counter[str]()
         self._waiting: dict[str, deque[tuple[asyncio.Future[None], int]]] = {}  # with their bytes, by tenant
 
     @asynccontextmanager
     async def turn(self, tenant: str, size: int) -> AsyncIterator[None]:
         """Inside, the work is done; `size` is how many bytes it keeps in memory. Raises `Overloaded`."""
-        if self._running.total() < self._together:  # then nobody waits
+        if self._has_room(tenant):  # then nobody waits who might go
             self._running[tenant] += 1
         else:
             await self._wait(tenant, size)
@@ -34,14 +35,12 @@ class FairGate:
         finally:
             self._end(tenant)
 
+    def _has_room(self, tenant: str) -> bool:
+        return self._running.total() < self._together and self._running[tenant] < self._share
+
     async def _wait(self, tenant: str, size: int) -> None:
-        own = [each for _, each in self._waiting.get(tenant, ())]
-        held = [each for line in self._waiting.values() for _, each in line]
-        for found, part in ((held, 1), (own, 2)):
-            if len(found) >= MOST // part or sum(found) + size > MOST_BYTES // part:
-                raise Overloaded(
-                    f"Too many requests wait for {self._work}; try again later.", code="queue_full", retry_after=5.0
-                )
+        if self._bounded:
+            self._check(tenant, size)
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append((turn, size))
         try:
@@ -53,6 +52,15 @@ class FairGate:
                 self._end(tenant)
             raise
 
+    def _check(self, tenant: str, size: int) -> None:
+        own = [each for _, each in self._waiting.get(tenant, ())]
+        held = [each for line in self._waiting.values() for _, each in line]
+        for found, part in ((held, 1), (own, 2)):
+            if len(found) >= MOST // part or sum(found) + size > MOST_BYTES // part:
+                raise Overloaded(
+                    f"Too many requests wait for {self._work}; try again later.", code="queue_full", retry_after=5.0
+                )
+
     def _remove(self, tenant: str, turn: asyncio.Future[None]) -> None:
         line = deque(each for each in self._waiting.pop(tenant, ()) if each[0] is not turn)
         if line:
@@ -61,8 +69,8 @@ class FairGate:
     def _end(self, tenant: str) -> None:
         self._running[tenant] -= 1
         self._running += Counter()  # forgets who has nothing under way
-        while self._waiting and self._running.total() < self._together:
-            following = min(self._waiting, key=self._running.__getitem__)
+        while free := [each for each in self._waiting if self._has_room(each)]:
+            following = min(free, key=self._running.__getitem__)
             line = self._waiting.pop(following)
             turn, _ = line.popleft()
             if line:

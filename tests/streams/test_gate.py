@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.preparing.gate import MOST, MOST_BYTES, FairGate
 from penstock.schemas.errors import Overloaded
+from penstock.streams.gate import MOST, MOST_BYTES, FairGate
 
 
 class Office:
     """Work that goes on until it is told to end; `order` is who began."""
 
-    def __init__(self, together: int = 2) -> None:
-        self.gate = FairGate(together, "work")
+    def __init__(self, together: int = 2, share: int | None = None) -> None:
+        self.gate = FairGate(together, "work", share=share)
         self.order: list[str] = []
         self.under_way: list[tuple[str, asyncio.Event]] = []
         self.tasks: list[asyncio.Task[None]] = []
@@ -77,16 +78,31 @@ async def test_a_tenant_has_half_of_the_room(count: int, size: int) -> None:
     await office.close()
 
 
-@given(st.lists(st.tuples(st.sampled_from(["begin", "end", "cancel"]), st.integers(0, 5))), st.integers(1, 3))
-def test_the_gate_is_never_shut_while_somebody_waits(acts: list[tuple[str, int]], together: int) -> None:
+async def test_a_tenant_leaves_room_for_others() -> None:
+    office = Office(4, share=3)
+    for _ in range(10):
+        await office.begin("many")
+    assert len(office.under_way) == 3
+    await office.begin("one")
+    assert len(office.under_way) == 4
+    await office.close()
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["begin", "end", "cancel"]), st.integers(0, 5))),
+    st.integers(1, 4),
+    st.integers(1, 4),
+)
+def test_the_gate_is_never_shut_while_somebody_waits(acts: list[tuple[str, int]], together: int, share: int) -> None:
     """Whatever begins, ends and is cancelled: so many are under way as may be, and nobody is forgotten."""
 
     async def scene() -> None:
-        office = Office(together)
+        office, tenants = Office(together, share), list[str]()
         for act, number in acts:
             open_tasks = [task for task in office.tasks if not task.done()]
             if act == "begin":
-                await office.begin("abc"[number % 3])
+                tenants.append("abc"[number % 3])
+                await office.begin(tenants[-1])
             elif act == "end" and office.under_way:
                 await office.end_first()
             elif act == "cancel" and open_tasks:
@@ -95,8 +111,9 @@ def test_the_gate_is_never_shut_while_somebody_waits(acts: list[tuple[str, int]]
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
                 await settled()
-            left = sum(not task.done() for task in office.tasks)
-            assert len(office.under_way) == min(left, together)
+            left = Counter(tenant for tenant, task in zip(tenants, office.tasks, strict=True) if not task.done())
+            assert len(office.under_way) == min(together, sum(min(each, share) for each in left.values()))
+            assert all(each <= share for each in Counter(tenant for tenant, _ in office.under_way).values())
         while office.under_way:
             await office.end_first()
         assert all(task.done() for task in office.tasks)
