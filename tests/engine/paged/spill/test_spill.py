@@ -143,8 +143,10 @@ def test_a_prefix_comes_in_pieces(model_directory: Models, tmp_path: Path, monke
         running = add(backend, [9] * 5, GREEDY.model_copy(update={"max_tokens": 100}))
         row = add(backend, PROMPTS[-1])
         while not row.tokens:
+            if running.finish is not None:  # the disk takes its time, and the request has company until then
+                running = add(backend, [9] * 5, GREEDY.model_copy(update={"max_tokens": 100}))
             backend.step()
-        assert row.cached_tokens == found and running.finish is None
+        assert row.cached_tokens == found
         finish(backend)
         backend.close()
 
