@@ -88,6 +88,7 @@ class Reading:
         self._accepted = False
         self._finished: set[int] = set()  # choices
         self._missed = False
+        self._heard: list[Message] | None = None  # during a replay
 
     async def listen(self) -> None:
         """Subscribe to events that another bridge may have asked for; `take` replays those published before."""
@@ -104,8 +105,14 @@ class Reading:
         self._missed = True
 
     def feed(self, message: Message) -> None:
-        """Take one event from the broker: a repetition is dropped, and after a gap the next `take` replays."""
+        """Take one event from the broker: a repetition is dropped, and after a gap the next `take` replays.
+
+        During a replay it waits for what is stored, which may fill the gap before it.
+        """
         if self.final is not None:
+            return
+        if self._heard is not None:
+            self._heard.append(message)
             return
         self.subject = message.subject  # to replay a wildcard, as it may have been, costs the broker ten times as much
         event = codec.decode_event(message.data)
@@ -190,11 +197,17 @@ class Reading:
 
     async def restore(self) -> bool:
         """Replay the stored events; False where the first ones are not among them. Raises `BrokerUnavailable`."""
-        stored = await self._broker.replay("EVENTS", self.subject)
-        for _ in range(2):  # after an outage, two events may be stored in the wrong order
-            for message in stored:
+        self._heard, stored = [], list[Message]()
+        try:
+            stored = await self._broker.replay("EVENTS", self.subject)
+        finally:
+            heard, self._heard = self._heard, None
+            for _ in range(2):  # after an outage, two events may be stored in the wrong order
+                for message in stored:
+                    self.feed(message)
+            self._missed = False  # what is still missing is replayed after a silence, or now if it was heard meanwhile
+            for message in heard or ():
                 self.feed(message)
-        self._missed = False  # what is still missing is replayed after a silence
         return self._accepted or bool(self._next) or bool(self._next_item) or self.final is not None
 
     async def cancel(self) -> None:

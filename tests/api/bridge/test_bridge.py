@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,3 +80,45 @@ def test_every_event_once_whatever_is_lost_or_repeated(copies: list[int], sizes:
     assert [event.type for event in events].count("accepted") <= 1
     assert [event.type for event in events].count("done") == 1
     assert isinstance(events[-1], Done)
+
+
+class OvertakenBroker(MemoryBroker):
+    """Replays what was stored when it was asked, and `meanwhile` is published before it answers."""
+
+    meanwhile: list[tuple[str, Event]]
+
+    async def replay(self, stream: str, subject: str, after: int = 0) -> list[Message]:
+        stored = await super().replay(stream, subject, after)
+        while self.meanwhile:
+            name, event = self.meanwhile.pop(0)
+            await self.publish(name, codec.encode(event), message_id=f"r.late.{event.type}")
+        for _ in range(5):  # they are heard
+            await asyncio.sleep(0)
+        return stored
+
+
+async def test_what_is_heard_during_a_replay_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a gap, which the replay fills; nothing comes later, and nobody waits for a silence to notice it."""
+    monkeypatch.setattr("penstock.api.bridge.reading.SILENCE", 3600.0)
+    broker, subjects = OvertakenBroker(), Subjects("penstock")
+    broker.meanwhile = []
+    await broker.ensure(*topology("penstock", ("queue",)))
+    bridge = Bridge(broker, subjects, "b")
+    await bridge.start()
+    subject = subjects.events("default", "b", "r")
+    stored: list[Event] = [Accepted("r", "m", 0, 1), Token("r", 0, 0, (7,), "o")]
+    for number, event in enumerate(stored):
+        await broker.publish(subject, codec.encode(event), message_id=f"r.{number}")
+    reading = await bridge.open(Job(id="r", bridge="b", body={}), priority="normal", tenant="default")
+    reading.look_back()
+    broker.meanwhile = [
+        (subject, Token("r", 0, 1, (8,), "k", finish_reason="stop")),
+        (subject, Done("r", ("stop",), Usage(1, 2, 3))),
+    ]
+    events: list[Event] = []
+    async with asyncio.timeout(10):
+        while not reading.ended:
+            events += await reading.take(60.0)
+    assert "".join(event.text for event in events if isinstance(event, Token)) == "ok"
+    reading.close()
+    await broker.close()
