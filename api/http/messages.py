@@ -24,7 +24,7 @@ from .message_batches import add_message_batches
 from .middleware.ignored import known_fields, name_ignored
 from .models.anthropic import VERSION
 from .openapi import STREAMED, body_of
-from .requests import Gateway, open_request, read_as, tenant_of
+from .requests import Gateway, open_request, read_as, size_of, tenant_of
 
 Asked = TypeVar("Asked", bound=CountRequest)
 
@@ -77,7 +77,7 @@ def add_messages(app: FastAPI, gateway: Gateway) -> None:
         """Count the tokens of a request's prompt."""
         chat = await read_as(partial(_counted, request, gateway.settings), request, gateway.settings)
         card = await gateway.preparers.card(chat.model)
-        return {"input_tokens": len(await gateway.preparers.prompt(card, chat, tenant_of(request)))}
+        return {"input_tokens": len(await gateway.preparers.prompt(card, chat, tenant_of(request), size_of(request)))}
 
 
 def _translated(request: Request, settings: Settings, body: dict[str, Any]) -> tuple[MessagesRequest, dict[str, Any]]:

@@ -8,7 +8,7 @@ import sys
 import structlog
 
 from ...engine.preparing.documents import READERS, has_documents, read_documents
-from ...engine.preparing.prepare import Prepared, Preparer
+from ...engine.preparing.prepare import Preparer
 from ...engine.preparing.preparers import PreparerCache
 from ...engine.vision.reading import ANY, ImageLimits
 from ...schemas.errors import Fatal, InvalidRequest, Overloaded
@@ -35,6 +35,7 @@ class Preparers:
         self._registry = registry
         self._cache = PreparerCache(limits=limits)
         self._reading = FairGate(READERS, "files to be read")
+        self.counting = FairGate(1, "prompts to be counted")  # a long one takes a second, and hundreds of megabytes
 
     async def card(self, name: str | None) -> ModelCard:
         """The model of this name, or the only one. Raises `InvalidRequest` and `ModelNotFound`."""
@@ -62,23 +63,24 @@ class Preparers:
                 f"The bridge cannot load the tokenizer of {card.name!r}; see its log.", code="tokenizer_unavailable"
             ) from None
 
-    async def prompt(self, card: ModelCard, request: Counted, tenant: str) -> list[int]:
-        """The tokens of the prompt, however many.
+    async def prompt(self, card: ModelCard, request: Counted, tenant: str, size: int) -> list[int]:
+        """The tokens of the prompt, however many; `size` is how many bytes its request has.
 
         Raises `InvalidRequest`, and what `of` and `NamedFileStore.read` raise.
         """
         preparer = await self.of(card)
         if not isinstance(request, ChatRequest) or not (has_documents(request) or has_named_files(request)):
-            return (await self._prepared(preparer, request, card.name)).prompts[0]
-        async with self._reading.turn(tenant, 0):
+            async with self.counting.turn(tenant, size):
+                return await self._tokens(preparer, request, card.name)
+        async with self._reading.turn(tenant, size):
             files = await self.files.read(tenant, request)
             request = await read_documents(request, preparer.most_pixels, files)
-            return (await self._prepared(preparer, request, card.name, files)).prompts[0]
+            async with self.counting.turn(tenant, size):
+                return await self._tokens(preparer, request, card.name, files)
 
-    async def _prepared(
-        self, preparer: Preparer, request: Counted, name: str, files: NamedFiles = NO_FILES
-    ) -> Prepared:
+    async def _tokens(self, preparer: Preparer, request: Counted, name: str, files: NamedFiles = NO_FILES) -> list[int]:
         fetched = {id: file.data for id, file in files.items()}
-        return await asyncio.to_thread(
+        found = await asyncio.to_thread(
             preparer.prepare, request, fetched=fetched, context_length=sys.maxsize, name=name, seed=0
         )
+        return found.prompts[0]

@@ -76,6 +76,12 @@ def caller_of(request: Request) -> Caller:
     return Caller(tenant_of(request), getattr(state, "max_priority", None), getattr(state, "admin", True))
 
 
+def size_of(request: Request) -> int:
+    """How many bytes the body of a request was said to have; 0 for one that came in pieces."""
+    declared = request.headers.get("content-length", "")
+    return int(declared[:20]) if declared.isdecimal() else 0
+
+
 def tenant_of(request: Request) -> str:
     """The tenant of the request's API key; `default` if the server needs no keys."""
     return getattr(request.state, "tenant", TENANT)

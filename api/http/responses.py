@@ -40,7 +40,7 @@ from .answers import FOR_EVER, EventStream, error_of, error_response
 from .files import page
 from .middleware.ignored import known_fields, name_ignored
 from .openapi import STREAMED, body_of, documented, refusals
-from .requests import Gateway, Routes, open_request, read_as, tenant_of
+from .requests import Gateway, Routes, open_request, read_as, size_of, tenant_of
 
 PREFIX = "resp_"
 POLL_INTERVAL = 0.1  # seconds, while a response stops
@@ -175,7 +175,7 @@ class ResponseRoutes(Routes):
         try:
             chat = parse_request("/v1/chat/completions", body)
             card = await self._gateway.preparers.card(asked.model)
-            tokens = await self._gateway.preparers.prompt(card, chat, job.tenant)
+            tokens = await self._gateway.preparers.prompt(card, chat, job.tenant, size_of(request))
         except InvalidRequest as refusal:
             raise refused_in_response(refusal, asked) from None
         return {"object": "response.input_tokens", "input_tokens": len(tokens)}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+import orjson
+from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, Field
 
 from ...schemas.errors import InvalidRequest
@@ -13,7 +15,7 @@ from ...schemas.openai.body import Body
 from ...schemas.openai.chat import ChatMessage, Tool
 from ...schemas.openai.completions import ChatRequest
 from .openapi import body_of, refusals
-from .requests import Gateway, Routes, read_parsed, tenant_of
+from .requests import Gateway, Routes, read_parsed, size_of, tenant_of
 
 _REFUSALS = refusals(400, 404, 408, 413, 500, 503)
 
@@ -54,12 +56,14 @@ _OF_MESSAGES = ("tools", "chat_template_kwargs", "add_generation_prompt", "conti
 def add_tokens(app: FastAPI, gateway: Gateway) -> None:
     routes = TokenRoutes(gateway)
     tokenize, detokenize = body_of(TokenizeRequest), body_of(DetokenizeRequest)
-    app.post("/tokenize", tags=["native"], openapi_extra=tokenize, responses=_REFUSALS)(routes.tokenize)
+    app.post(
+        "/tokenize", tags=["native"], openapi_extra=tokenize, responses=_REFUSALS, response_model=TokenizeResponse
+    )(routes.tokenize)
     app.post("/detokenize", tags=["native"], openapi_extra=detokenize, responses=_REFUSALS)(routes.detokenize)
 
 
 class TokenRoutes(Routes):
-    async def tokenize(self, request: Request) -> TokenizeResponse:
+    async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a prompt, or of messages as the model's chat template renders them."""
         asked = await read_parsed(TokenizeRequest, request, self._settings)
         card = await self._gateway.preparers.card(asked.model)
@@ -67,20 +71,24 @@ class TokenRoutes(Routes):
         options = asked.model_dump(include=set(_OF_MESSAGES), exclude_none=True)
         if (asked.prompt is None) == (asked.messages is None):
             raise InvalidRequest("Give either prompt or messages.", param="prompt")
+        tenant, size = tenant_of(request), size_of(request)
+
+        def answer(tokens: list[int]) -> Response:
+            pieces = [tokenizer.piece(token).text for token in tokens] if asked.return_token_strs else None
+            about = {"count": len(tokens), "max_model_len": card.context_length, "token_strs": pieces}
+            return Response(orjson.dumps({"tokens": tokens, **about}), media_type="application/json")
+
         if asked.messages is not None:
             if asked.add_special_tokens:
                 raise InvalidRequest("The chat template writes every special token itself.", param="add_special_tokens")
             chat = ChatRequest(model=card.name, messages=asked.messages, **options)
-            tokens = await self._gateway.preparers.prompt(card, chat, tenant_of(request))
-        elif options:
+            return await asyncio.to_thread(answer, await self._gateway.preparers.prompt(card, chat, tenant, size))
+        if options:
             raise InvalidRequest(f"{', '.join(options)}: for messages only.", param=next(iter(options)))
-        else:
-            special = asked.add_special_tokens is not False
-            tokens = await asyncio.to_thread(tokenizer.encode, asked.prompt or "", add_special_tokens=special)
-        texts = None
-        if asked.return_token_strs:
-            texts = await asyncio.to_thread(lambda: [tokenizer.piece(token).text for token in tokens])
-        return TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=card.context_length, token_strs=texts)
+        special = asked.add_special_tokens is not False
+        async with self._gateway.preparers.counting.turn(tenant, size):
+            encode = partial(tokenizer.encode, asked.prompt or "", add_special_tokens=special)
+            return await asyncio.to_thread(lambda: answer(encode()))
 
     async def detokenize(self, request: Request) -> DetokenizeResponse:
         """Return the text of tokens, special ones included."""
@@ -90,4 +98,5 @@ class TokenRoutes(Routes):
             raise InvalidRequest(
                 f"tokens: token id {highest} is outside the vocabulary of {tokenizer.vocabulary_size}.", param="tokens"
             )
-        return DetokenizeResponse(prompt=await asyncio.to_thread(tokenizer.decode, asked.tokens))
+        async with self._gateway.preparers.counting.turn(tenant_of(request), size_of(request)):
+            return DetokenizeResponse(prompt=await asyncio.to_thread(tokenizer.decode, asked.tokens))

@@ -66,7 +66,8 @@ class Tokenizer:
         if self._slow is not None:
             return list(self._slow.encode(text, add_special_tokens=add_special_tokens))
         assert self.fast is not None
-        return self.fast.encode(text, add_special_tokens=add_special_tokens).ids
+        # As a batch of one, for which the library lets other threads run, and without positions in the text.
+        return self.fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         if self.fast is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine import Tokenizer, load_tokenizer
+from penstock.engine.models import BUNDLED, resolve_model
 from penstock.engine.text.byte_tokenizer import ByteTokenizer
 from penstock.engine.text.chat_templates import ChatTemplates
 from penstock.schemas.errors import InvalidRequest
@@ -149,3 +152,15 @@ def test_added_special_tokens_leave_clean_text_too(
 def test_end_tokens_come_from_all_files(tokenizer: Tokenizer) -> None:
     assert tokenizer.eos_token_ids == (0, 2)
     assert tokenizer.vocabulary_size == 512
+
+
+def test_other_threads_go_on_while_a_long_text_becomes_tokens() -> None:
+    """As the event loop of a server, which must not stand still for one client's text."""
+    tokenizer = load_tokenizer(str(resolve_model(BUNDLED)), "paged")
+    encoding = threading.Thread(target=tokenizer.encode, args=("The quick brown fox. " * 20_000,))
+    turns = 0
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0)  # lets go of the interpreter, as an event loop does where it waits
+        turns += 1
+    assert turns > 100
