@@ -27,6 +27,7 @@ from ...streams.stores.registry import Registry
 from ..bridge.bridge import Bridge
 from ..bridge.readiness import Readiness
 from .answers import error_response
+from .anthropic.messages import add_messages
 from .batches import add_batches
 from .completions import add_completions
 from .console.dead_letters import DeadLetterRoutes
@@ -36,7 +37,6 @@ from .conversations import add_conversations
 from .embeddings import add_embeddings
 from .files import add_files
 from .generate import add_generate
-from .messages import add_messages
 from .metrics import MetricsRoutes
 from .middleware.access import AccessLog, note
 from .middleware.browsers import Browsers, SharedOrigins

@@ -20,8 +20,8 @@ from ...schemas.ids import index_behind, new_id
 from ...streams.stores.files import files_in_use, find_file, list_files, put_file
 from ...streams.stores.objects import ObjectInfo, Objects
 from ...streams.topology import FILES
-from . import anthropic_files
-from .anthropic_files import is_of_anthropic
+from .anthropic import files as anthropic_files
+from .anthropic.files import is_of_anthropic
 from .openapi import refusals
 from .requests import Gateway, Routes, tenant_of
 

@@ -32,10 +32,10 @@ from ....streams.outages import outage_logged
 from ....streams.stores.catalogue import CatalogueStore
 from ....streams.stores.registry import Registry
 from ....streams.topology import lanes_of
+from ..anthropic.lists import MAX_LISTED, VERSION, model_info, page
 from ..openapi import STREAMED, body_of, refusals
 from ..preparers import Preparers
 from ..requests import Gateway, read_parsed
-from .anthropic import MAX_LISTED, VERSION, model_info, page
 from .catalogue import ModelRequest, check_admin, not_catalogued, swap_of
 
 LOOK = 0.5  # seconds between two looks at the states, for those who listen

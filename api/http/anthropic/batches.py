@@ -11,22 +11,22 @@ import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
-from ...schemas.anthropic.batches import MessageBatchRequest, shown
-from ...schemas.errors import InvalidRequest, Refusal, StreamNotFound
-from ...schemas.ids import new_id
-from ...schemas.openai.batches import FINAL, MESSAGES, WINDOW, Batch, Counts
-from ...schemas.openai.completions import parse_body
-from ...streams.stores.batches import change_batch, find_batch, list_batches
-from ...streams.stores.files import find_file, put_file
-from ...streams.stores.objects import Objects
-from ...streams.topology import BATCH_STATES, FILES
-from ..batches.input import read_line, read_lines
-from ..render.anthropic import error_payload
-from .batches import publish
-from .middleware.ignored import known_fields
-from .models.anthropic import page
-from .openapi import body_of
-from .requests import Gateway, Routes, read_as, tenant_of
+from ....schemas.anthropic.batches import MessageBatchRequest, shown
+from ....schemas.errors import InvalidRequest, Refusal, StreamNotFound
+from ....schemas.ids import new_id
+from ....schemas.openai.batches import FINAL, MESSAGES, WINDOW, Batch, Counts
+from ....schemas.openai.completions import parse_body
+from ....streams.stores.batches import change_batch, find_batch, list_batches
+from ....streams.stores.files import find_file, put_file
+from ....streams.stores.objects import Objects
+from ....streams.topology import BATCH_STATES, FILES
+from ...batches.input import read_line, read_lines
+from ...render.anthropic import error_payload
+from ..batches import publish
+from ..middleware.ignored import known_fields
+from ..openapi import body_of
+from ..requests import Gateway, Routes, read_as, tenant_of
+from .lists import page
 
 PATH = "/v1/messages/batches"
 _LINES: dict[int | str, Any] = {"200": {"content": {"application/x-jsonl": {"schema": {"type": "string"}}}}}

@@ -11,20 +11,20 @@ from fastapi.responses import Response
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...config.settings import Settings
-from ...schemas.anthropic.messages import CountRequest, MessagesRequest
-from ...schemas.anthropic.paths import in_message
-from ...schemas.errors import InvalidRequest
-from ...schemas.events import Accepted, Event
-from ...schemas.jobs import Endpoint
-from ...schemas.openai.completions import parse_body, parse_request
-from ..render.anthropic import THREAD, MessageRenderer, error_payload, sse
-from .answers import Answer
-from .message_batches import add_message_batches
-from .middleware.ignored import known_fields, name_ignored
-from .models.anthropic import VERSION
-from .openapi import STREAMED, body_of
-from .requests import Gateway, open_request, read_as, size_of, tenant_of
+from ....config.settings import Settings
+from ....schemas.anthropic.messages import CountRequest, MessagesRequest
+from ....schemas.anthropic.paths import in_message
+from ....schemas.errors import InvalidRequest
+from ....schemas.events import Accepted, Event
+from ....schemas.jobs import Endpoint
+from ....schemas.openai.completions import parse_body, parse_request
+from ...render.anthropic import THREAD, MessageRenderer, error_payload, sse
+from ..answers import Answer
+from ..middleware.ignored import known_fields, name_ignored
+from ..openapi import STREAMED, body_of
+from ..requests import Gateway, open_request, read_as, size_of, tenant_of
+from .batches import add_message_batches
+from .lists import VERSION
 
 Asked = TypeVar("Asked", bound=CountRequest)
 

@@ -10,10 +10,10 @@ from typing import Any
 from fastapi import Request
 from starlette.datastructures import FormData
 
-from ...schemas.errors import InvalidRequest
-from ...schemas.ids import index_behind
-from ...streams.stores.objects import ObjectInfo
-from .models.anthropic import VERSION, page, rfc3339
+from ....schemas.errors import InvalidRequest
+from ....schemas.ids import index_behind
+from ....streams.stores.objects import ObjectInfo
+from .lists import VERSION, page, rfc3339
 
 PURPOSE = "user_data"  # of files that Anthropic's clients upload
 SHORTEST = 3600  # seconds that a file may be asked to live

@@ -1,0 +1,1 @@
+"""What Anthropic's clients ask for, and the forms in which they are answered."""
