@@ -60,14 +60,18 @@ class Turns:
 
 
 class Turn:
-    """A turn that was taken, and ends once, however often `end` is called."""
+    """A turn that was taken, and ends once, however often it is told to."""
 
-    def __init__(self, turns: Turns, ended: Callable[[], None]) -> None:
-        """`ended` is called when it does."""
-        self._turns, self._ended, self._is_over = turns, ended, False
+    def __init__(self, turns: Turns, left: Callable[[], None]) -> None:
+        """`left` is called when somebody leaves it who goes on."""
+        self._turns, self._left, self._is_over = turns, left, False
 
     def end(self) -> None:
         if not self._is_over:
             self._is_over = True
             self._turns.give_back()
-            self._ended()
+
+    def leave(self) -> None:
+        """End it, though what it was taken for goes on."""
+        self.end()
+        self._left()

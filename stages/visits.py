@@ -76,7 +76,7 @@ def leave_turn() -> None:
     """The current delivery, though it stays in hand, no longer counts among those that its stage handles at a time."""
     visit = CURRENT.get()
     if visit is not None and visit.turn is not None:
-        visit.turn.end()
+        visit.turn.leave()
 
 
 def headers_until(now: float, **more: object) -> dict[str, str]:

@@ -62,9 +62,11 @@ class FairGate:
                 )
 
     def _remove(self, tenant: str, turn: asyncio.Future[None]) -> None:
-        line = deque(each for each in self._waiting.pop(tenant, ()) if each[0] is not turn)
-        if line:
-            self._waiting[tenant] = line
+        left = deque(each for each in self._waiting.get(tenant, ()) if each[0] is not turn)
+        if left:
+            self._waiting[tenant] = left  # where it stood
+        else:
+            self._waiting.pop(tenant, None)
 
     def _end(self, tenant: str) -> None:
         self._running[tenant] -= 1

@@ -7,12 +7,11 @@ import sys
 
 import structlog
 
-from ...engine.preparing.documents import READERS, has_documents, read_documents
+from ...engine.preparing.documents import READERS, has_files, read_documents
 from ...engine.preparing.prepare import Preparer
 from ...engine.preparing.preparers import PreparerCache
 from ...engine.vision.reading import ANY, ImageLimits
 from ...schemas.errors import Fatal, InvalidRequest, Overloaded
-from ...schemas.openai.chat import has_named_files
 from ...schemas.openai.completions import ChatRequest, CompletionRequest
 from ...schemas.openai.content import NO_FILES, NamedFiles
 from ...schemas.openai.embeddings import EmbeddingRequest
@@ -69,7 +68,7 @@ class Preparers:
         Raises `InvalidRequest`, and what `of` and `NamedFileStore.read` raise.
         """
         preparer = await self.of(card)
-        if not isinstance(request, ChatRequest) or not (has_documents(request) or has_named_files(request)):
+        if not has_files(request):
             async with self.counting.turn(tenant, size):
                 return await self._tokens(preparer, request, card.name)
         async with self._reading.turn(tenant, size):

@@ -77,9 +77,8 @@ def caller_of(request: Request) -> Caller:
 
 
 def size_of(request: Request) -> int:
-    """How many bytes the body of a request was said to have; 0 for one that came in pieces."""
-    declared = request.headers.get("content-length", "")
-    return int(declared[:20]) if declared.isdecimal() else 0
+    """How many bytes the body of a request had that has been read."""
+    return getattr(request.state, "size", 0)
 
 
 def tenant_of(request: Request) -> str:
@@ -164,6 +163,7 @@ async def read_body(request: Request, limit: int, patience: float) -> bytes:
         raise DeadlineExceeded(f"The body did not arrive within {patience:g} seconds.", code="body_timeout") from None
     if size > limit:
         raise too_large
+    request.state.size = size
     return bytes(body)
 
 

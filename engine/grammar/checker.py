@@ -53,10 +53,15 @@ class GrammarChecker:
         self._turn = asyncio.Lock()
         self._child: Process | None = None  # guarded by `_turn`
 
-    def knows(self, grammar: Grammar, source: str, backend: str, revision: int = 1) -> bool:
-        """Whether `check` would not wait."""
-        verdict = self._verdicts.get(_digest((source, backend, revision, grammar.kind, grammar.text)))
-        return verdict is not None and verdict.done()
+    def knows(self, grammar: Grammar, source: str, backend: str, revision: int = 1, *, param: str) -> bool:
+        """Whether `check` would return at once. Raises `InvalidRequest` where it would at once."""
+        key = _digest((source, backend, revision, grammar.kind, grammar.text))
+        verdict = self._verdicts.get(key)
+        if verdict is None or not verdict.done() or verdict.cancelled() or verdict.exception():
+            return False
+        self._verdicts.move_to_end(key)
+        _refuse(verdict.result(), param)
+        return True
 
     async def check(self, grammar: Grammar, source: str, backend: str, revision: int = 1, *, param: str) -> None:
         """Return if the model at `source` can follow `grammar`; a newer `revision` may have other files there.
@@ -75,8 +80,7 @@ class GrammarChecker:
             self._verdicts[key].add_done_callback(lambda task: self._settle(key, task))
         self._verdicts.move_to_end(key)
         # The caller may be cancelled; the child's answer has to be read all the same.
-        if fault := await asyncio.shield(self._verdicts[key]):
-            raise InvalidRequest(fault, code="invalid_grammar", param=param)
+        _refuse(await asyncio.shield(self._verdicts[key]), param)
 
     def prepare(self, source: str, backend: str, revision: int = 1, *, after: float = 0.0) -> None:
         """Start the child and load the model's tokenizer there, once, `after` seconds from now."""
@@ -165,6 +169,11 @@ class GrammarChecker:
             with contextlib.suppress(ProcessLookupError):
                 child.kill()
             await child.wait()
+
+
+def _refuse(fault: str, param: str) -> None:
+    if fault:
+        raise InvalidRequest(fault, code="invalid_grammar", param=param)
 
 
 def _digest(job: _Job) -> bytes:

@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from threading import Lock
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
 
 import orjson
 
 from ...schemas.errors import InvalidRequest
-from ...schemas.openai.chat import ChatMessage
+from ...schemas.openai.chat import ChatMessage, has_named_files
 from ...schemas.openai.completions import ChatRequest
 from ...schemas.openai.content import (
     NO_FILES,
@@ -60,6 +60,11 @@ _readers = ThreadPoolExecutor(READERS, "documents")
 def has_documents(request: object) -> bool:
     """Whether a request of any kind has documents, which take a while to read."""
     return isinstance(request, ChatRequest) and any(message.files for message in request.messages)
+
+
+def has_files(request: object) -> TypeGuard[ChatRequest]:
+    """Whether a request of any kind has documents, or names uploaded files: what has to be read before its prompt."""
+    return has_documents(request) or has_named_files(request)
 
 
 async def read_documents(request: Request, most_pixels: int, files: NamedFiles = NO_FILES) -> Request:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import TYPE_CHECKING
 
@@ -62,9 +62,8 @@ class RemoteImages:
                 wanted.setdefault(url, path)
         return wanted
 
-    async def fetch(self, request: object) -> dict[str, bytes]:
-        """The files of a request's remote images, by URL. Raises `InvalidRequest`."""
-        wanted = self.wanted(request)
+    async def fetch(self, wanted: Mapping[str, str]) -> dict[str, bytes]:
+        """The files of what is `wanted`, by URL. Raises `InvalidRequest`."""
         turns = asyncio.Semaphore(TOGETHER)
 
         async def one(url: str, path: str) -> bytes:

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 from ...engine.grammar.checker import GrammarChecker
-from ...engine.preparing.documents import READERS, has_documents, read_documents
+from ...engine.preparing.documents import READERS, has_files, read_documents
 from ...engine.preparing.prepare import Preparer
 from ...schemas.errors import DeadlineExceeded
-from ...schemas.openai.chat import has_named_files
-from ...schemas.openai.completions import ChatRequest
 from ...schemas.params import Grammar
 from ...schemas.registry import ModelCard
 from ...streams.gate import FairGate
@@ -62,22 +60,21 @@ class SlowParts:
         Raises what `NamedFileStore.read` raises, too.
         """
         fetched: dict[str, bytes] = {}
-        if preparer.sees and self._remote.wanted(request):
+        if preparer.sees and (wanted := self._remote.wanted(request)):
             async with self._turn(self._fetching, waiter):
-                fetched = await self._remote.fetch(request)
-        if not isinstance(request, ChatRequest) or not (has_documents(request) or has_named_files(request)):
+                fetched = await self._remote.fetch(wanted)
+        if not has_files(request):
             yield request, fetched
             return
         async with self._turn(self._reading, waiter):
             files = await self._files.read(waiter.tenant, request)
             read = await read_documents(request, preparer.most_pixels, files)
-            yield read, fetched | {id: file.data for id, file in files.items()}
+            yield cast(Request, read), fetched | {id: file.data for id, file in files.items()}
 
     async def check(self, grammar: Grammar, model: ModelCard, param: str, waiter: Waiter) -> None:
         """Return if the model can follow the grammar. Raises `ModelLoadError`, too."""
         compiled = grammar, model.source, model.backend, model.revision
-        if self._grammars.knows(*compiled):
-            await self._grammars.check(*compiled, param=param)
+        if self._grammars.knows(*compiled, param=param):
             return
         async with self._turn(self._compiling, waiter):
             await self._grammars.check(*compiled, param=param)

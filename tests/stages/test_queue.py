@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from memory_pipeline import MODEL, Pipeline
+from memory_pipeline import MODEL, Pipeline, events_of
 
 from penstock.api.bridge.reading import Reading
 from penstock.config.settings import Settings
@@ -65,12 +65,7 @@ async def publish(pipeline: Pipeline, priority: Priority = "normal", tenant: str
 
 
 async def whole(reading: Reading) -> list[Event]:
-    events: list[Event] = []
-    async with asyncio.timeout(PATIENCE):
-        while not reading.ended:
-            events += await reading.take(PATIENCE)
-    reading.close()
-    return events
+    return await events_of(reading, PATIENCE)
 
 
 def batches(pipeline: Pipeline, into: list[InferenceBatch]) -> Any:

@@ -78,6 +78,19 @@ async def test_a_tenant_has_half_of_the_room(count: int, size: int) -> None:
     await office.close()
 
 
+async def test_who_gives_up_costs_the_tenant_no_place() -> None:
+    office = Office(1)
+    await office.begin("first")
+    leaving = await office.begin("second")
+    await office.begin("second")
+    await office.begin("third")
+    leaving.cancel()
+    await settled()
+    await office.end_first()
+    assert office.order == ["first", "second"]
+    await office.close()
+
+
 async def test_a_tenant_leaves_room_for_others() -> None:
     office = Office(4, share=3)
     for _ in range(10):

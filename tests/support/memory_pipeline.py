@@ -13,6 +13,7 @@ from typing import Any
 from opentelemetry.trace import Tracer
 
 from penstock.api.bridge.bridge import Bridge
+from penstock.api.bridge.reading import Reading
 from penstock.api.tools.toolbox import Toolbox
 from penstock.config.settings import Settings
 from penstock.engine import EngineConfig, InferenceEngine
@@ -192,6 +193,16 @@ class Pipeline:
         event = await final
         await listening.close()
         return event
+
+
+async def events_of(reading: Reading, patience: float = 20.0) -> list[Event]:
+    """All that are left of a request, the final one last; `patience` in seconds is when a wait counts as endless."""
+    events: list[Event] = []
+    async with asyncio.timeout(patience):
+        while not reading.ended:
+            events += await reading.take(patience)
+    reading.close()
+    return events
 
 
 def validated(name: str, pipe: Pipe) -> ValidatedJob:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from absent_model import ABSENT, PATIENCE, asked, with_absent
-from memory_pipeline import MODEL, Pipeline
+from memory_pipeline import MODEL, Pipeline, events_of
 
 from penstock.api.bridge.reading import Reading
 from penstock.schemas.errors import Overloaded
@@ -18,12 +18,7 @@ from penstock.streams.topology import batch_stream, lanes_of
 
 
 async def end_of(reading: Reading) -> Event:
-    events: list[Event] = []
-    async with asyncio.timeout(PATIENCE):
-        while not reading.ended:
-            events += await reading.take(PATIENCE)
-    reading.close()
-    return events[-1]
+    return (await events_of(reading, PATIENCE))[-1]
 
 
 async def waiting(pipeline: Pipeline, count: int) -> None:

@@ -7,11 +7,10 @@ import uuid
 from collections import Counter
 from typing import Any
 
-from memory_pipeline import MODEL, Pipeline
+from memory_pipeline import MODEL, Pipeline, events_of
 
 from penstock.api.bridge.reading import Reading
 from penstock.schemas.errors import ToolFailed
-from penstock.schemas.events import Event
 from penstock.schemas.jobs import Job
 from penstock.schemas.loops import LoopTool, Source, ToolResult
 from penstock.stages.tools.calls import SHARE, TOGETHER
@@ -46,12 +45,7 @@ async def respond(pipeline: Pipeline, tenant: str, *servers: str) -> Reading:
 
 
 async def kinds_of(reading: Reading) -> list[str]:
-    events: list[Event] = []
-    async with asyncio.timeout(PATIENCE):
-        while not reading.ended:
-            events += await reading.take(PATIENCE)
-    reading.close()
-    return [event.type for event in events]
+    return [event.type for event in await events_of(reading)]
 
 
 async def test_nobody_waits_for_the_servers_of_others() -> None:

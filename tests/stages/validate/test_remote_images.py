@@ -89,10 +89,14 @@ def asking(*urls: str) -> ChatRequest:
     return ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": parts}]})
 
 
+async def fetched(images: RemoteImages, *urls: str) -> dict[str, bytes]:
+    return await images.fetch(images.wanted(asking(*urls)))
+
+
 async def test_an_allowed_image_is_fetched_once(server: Server, names: dict[str, list[str]]) -> None:
     images = RemoteImages([f"{server.url}/album"], permits=lambda _: True)
     url = f"{server.url}/album/a.png?size=1"
-    assert await images.fetch(asking(url, "data:image/png;base64,AAAA", url)) == {url: picture()}
+    assert await fetched(images, url, "data:image/png;base64,AAAA", url) == {url: picture()}
     (head,) = server.asked
     assert head.startswith("GET /album/a.png?size=1 HTTP/1.1") and f"Host: pictures.example:{server.port}" in head
     assert not re.search("(?i)cookie|authorization", head)
@@ -113,7 +117,7 @@ async def test_what_cannot_be_fetched_is_refused(
 ) -> None:
     images = RemoteImages([server.url], permits=lambda _: True)
     with pytest.raises(InvalidRequest, match=says) as caught:
-        await images.fetch(asking(f"{server.url}{path}"))
+        await fetched(images, f"{server.url}{path}")
     assert caught.value.param == "messages[0].content[0].image_url.url"
 
 
@@ -122,7 +126,7 @@ async def test_a_silent_server_is_left(
 ) -> None:
     monkeypatch.setattr(remote_images, "PATIENCE", 0.2)
     with pytest.raises(InvalidRequest, match="did not arrive within"):
-        await RemoteImages([server.url], permits=lambda _: True).fetch(asking(f"{server.url}/silent.png"))
+        await fetched(RemoteImages([server.url], permits=lambda _: True), f"{server.url}/silent.png")
 
 
 async def test_other_addresses_are_never_asked(server: Server, names: dict[str, list[str]]) -> None:
@@ -133,10 +137,10 @@ async def test_other_addresses_are_never_asked(server: Server, names: dict[str, 
         (RemoteImages(["https://nowhere.example"]), "https://nowhere.example/a.png", "is not known"),
     ):
         with pytest.raises(InvalidRequest, match=says):
-            await images.fetch(asking(url))
+            await fetched(images, url)
     names["pictures.example"] = ["93.184.215.14", "127.0.0.1"]
     with pytest.raises(InvalidRequest, match="not on the public internet"):
-        await RemoteImages([server.url]).fetch(asking(f"{server.url}/a.png"))
+        await fetched(RemoteImages([server.url]), f"{server.url}/a.png")
     assert server.asked == []
 
 

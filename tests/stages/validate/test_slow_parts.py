@@ -7,7 +7,7 @@ import base64
 from typing import Any
 
 import pytest
-from memory_pipeline import MODEL, Pipeline
+from memory_pipeline import MODEL, Pipeline, events_of
 
 from penstock.api.bridge.reading import Reading
 from penstock.engine.grammar.checker import SIMPLE, GrammarChecker
@@ -17,7 +17,6 @@ from penstock.schemas.events import Cancelled, Done, Event, Expired, Failed
 from penstock.schemas.jobs import Job
 
 READS = "penstock.stages.validate.slow_parts.read_documents"
-PATIENCE = 20.0  # seconds until a wait counts as endless
 DOCUMENT = {"type": "file", "file": {"file_data": base64.b64encode(b"The grass is green.").decode()}}
 
 
@@ -28,12 +27,7 @@ async def ask(pipeline: Pipeline, name: str, tenant: str, content: Any, **more: 
 
 
 async def end_of(reading: Reading) -> Event:
-    events: list[Event] = []
-    async with asyncio.timeout(PATIENCE):
-        while not reading.ended:
-            events += await reading.take(PATIENCE)
-    reading.close()
-    return events[-1]
+    return (await events_of(reading))[-1]
 
 
 async def test_nobody_waits_for_the_documents_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
