@@ -91,6 +91,18 @@ async def test_who_gives_up_costs_the_tenant_no_place() -> None:
     await office.close()
 
 
+async def test_who_gives_up_just_as_the_turn_comes_gives_it_back() -> None:
+    office = Office(1)
+    async with office.gate.turn("first", 1):
+        leaving = await office.begin("second")
+    leaving.cancel()  # it has its turn, and does not know
+    await settled()
+    assert not office.order
+    await office.begin("third")
+    assert office.order == ["third"]
+    await office.close()
+
+
 async def test_a_tenant_leaves_room_for_others() -> None:
     office = Office(4, share=3)
     for _ in range(10):

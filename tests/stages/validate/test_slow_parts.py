@@ -32,9 +32,10 @@ async def end_of(reading: Reading) -> Event:
 
 async def test_nobody_waits_for_the_documents_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them than the stage handles at a time wait to be read, and a request without any is answered."""
-    read = asyncio.Event()
+    read, reads = asyncio.Event(), list[None]()
 
     async def slowly(*given: Any) -> Any:
+        reads.append(None)
         await read.wait()
         return await read_documents(*given)
 
@@ -51,6 +52,7 @@ async def test_nobody_waits_for_the_documents_of_others(monkeypatch: pytest.Monk
             assert isinstance(await end_of(reading), Cancelled if number == 50 else Done)
         expired = await end_of(late)
         assert isinstance(expired, Expired) and expired.error.status == 408
+        assert len(reads) == len(many) - 1, "neither the cancelled one nor the late one"
     finally:
         read.set()
         await pipeline.stop()
