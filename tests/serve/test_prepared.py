@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psutil
 from serving import Start, until
 
 
-def test_no_request_waits_for_the_compiler_of_grammars(start: Start) -> None:
-    server = start("serve", "--port", "0")
+def test_no_request_waits_for_the_compiler_of_grammars(start: Start, tmp_path: Path) -> None:
+    server = start("serve", "--port", "0", "--state-dir", str(tmp_path / "state"))
     server.wait_for("penstock ready")
     parts = psutil.Process(server.pid).children(recursive=True)
     (worker,) = [part for part in parts if "worker" in part.cmdline()]
