@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import httpx2
 import nats
 import psutil
 import pytest
+from nats.js.api import ConsumerInfo
 from serving import LOOK, START_TIMEOUT, Process, Served
 
 EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
@@ -179,13 +180,25 @@ def test_cap_keeps_what_a_number_in_javascript_cannot_hold(pipeline: Pipeline) -
 
 async def test_cap_killed_with_jobs_in_hand_loses_none(pipeline: Pipeline) -> None:
     prompts = [f"request {place}" for place in range(24)]
+    pipeline.cap.end()
+    pipeline.restart_cap()
+    await _until(pipeline, lambda cap: cap.num_waiting == 1)
     pipeline.cap.send(signal.SIGSTOP)  # it takes jobs, or rather its socket does, and does nothing with them
+
+    def in_hand(cap: ConsumerInfo) -> bool:
+        """All of them; or, where the jobs took so long that the request for them has expired, those before."""
+        unsettled = cap.num_ack_pending or 0
+        expired = cap.num_waiting == 0
+        return unsettled + (cap.num_pending or 0) == len(prompts) and (unsettled == len(prompts) or expired)
+
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = [pool.submit(pipeline.complete, prompt) for prompt in prompts]
-        await _until_in_hand(pipeline.served.nats_url, len(prompts))
-        early = [answer.done() for answer in answers]
-        pipeline.cap.end(signal.SIGKILL)
-        pipeline.restart_cap()
+        try:
+            await _until(pipeline, in_hand)
+            early = [answer.done() for answer in answers]
+        finally:
+            pipeline.cap.end(signal.SIGKILL)
+            pipeline.restart_cap()
     assert not any(early)
     assert [answer.result().status_code for answer in answers] == [200] * len(prompts)
     assert [answer.result().json()["choices"][0]["text"] for answer in answers] == prompts
@@ -256,12 +269,12 @@ def test_lock_file_names_no_registry() -> None:
     assert declared == json.loads(lock)["packages"][""]["dependencies"]
 
 
-async def _until_in_hand(url: str, jobs: int) -> None:
-    """Return when the consumer `cap` has been given this many jobs and has settled none of them."""
-    connection = await nats.connect(url)
+async def _until(pipeline: Pipeline, met: Callable[[ConsumerInfo], bool]) -> None:
+    """Return when the broker says of the consumer `cap` what `met` looks for."""
+    connection = await nats.connect(pipeline.served.nats_url)
     try:
-        manager = connection.jsm()
-        while (await manager.consumer_info("PENSTOCK_STAGE_CAP_NORMAL", "cap")).num_ack_pending != jobs:  # noqa: ASYNC110
-            await asyncio.sleep(LOOK)
+        async with asyncio.timeout(START_TIMEOUT):
+            while not met(await connection.jsm().consumer_info("PENSTOCK_STAGE_CAP_NORMAL", "cap")):  # noqa: ASYNC110
+                await asyncio.sleep(LOOK)
     finally:
         await connection.close()
