@@ -212,7 +212,8 @@ async def announce(url: str, workers: int = 1) -> None:
 def say(line: str, stream: TextIO) -> None:
     """Print a line; nobody has to listen any more."""
     try:
-        print(line, file=stream, flush=True)
+        stream.write(f"{line}\n")  # at once: others write to the same file
+        stream.flush()
     except OSError:
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), stream.fileno())  # else Python complains at its end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import os
 import shlex
@@ -115,6 +116,15 @@ def test_a_line_that_nobody_reads_stops_nothing() -> None:
     with os.fdopen(writer, "w") as stream:
         say("penstock ready", stream)
         say("stopping", stream)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pipes that keep what was written apart are Linux's")
+def test_a_line_is_written_at_once() -> None:
+    """Others write to the same file, and Python keeps nothing back in containers with PYTHONUNBUFFERED=1."""
+    reader, writer = os.pipe2(os.O_DIRECT)
+    with open(reader, "rb", buffering=0) as reading, open(writer, "wb", buffering=0) as file:
+        say("penstock ready", io.TextIOWrapper(file, write_through=True))
+        assert reading.read(100) == b"penstock ready\n"
 
 
 def answers(url: str) -> bool:
