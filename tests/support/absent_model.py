@@ -12,7 +12,7 @@ from penstock.schemas.jobs import Job
 from penstock.schemas.registry import ModelCard
 from penstock.streams.lanes import open_lanes
 
-PATIENCE = 20.0  # seconds until a wait counts as endless
+PATIENCE = 60.0  # seconds until a wait counts as endless
 ABSENT = "absent"
 
 

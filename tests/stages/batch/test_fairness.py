@@ -19,7 +19,7 @@ from penstock.stages.batch.stage import Batch
 from penstock.streams.port import Message
 from penstock.streams.topology import batch_stream, lanes_of
 
-PATIENCE = 30.0
+PATIENCE = 120.0
 
 
 def redeliveries(reason: str) -> float:
