@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic_settings import BaseSettings, NoDecode
@@ -31,4 +31,8 @@ class ImageSettings(BaseSettings):
     )
     max_decoded_pixels: int = Field(
         40_000_000, ge=1, le=170_000_000, description="Pixels of an image's file; one with more is refused unread."
+    )
+    shown_pages: Literal["scans", "figures", "all"] = Field(
+        "figures",
+        description="Pages of PDFs that a model sees as images: those without text, those with figures too, or all.",
     )

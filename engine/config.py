@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
 
 from ..schemas.errors import ConfigurationError
-from .vision.reading import ANY, MOST_DECODED
+from .vision.reading import ANY, MOST_DECODED, ShownPages
 
 
 def _as_text(model: object) -> object:
@@ -38,6 +38,7 @@ class EngineConfig(BaseModel):
 
     An image with more than `max_pixels` is reduced before the model sees it, one with fewer than `min_pixels` enlarged;
     None leaves that to the model's own processor. One whose file holds more than `max_decoded_pixels` is refused.
+    Of PDFs the model is shown pages without text, `shown_pages` says which others.
 
     The backend checks, when the engine is built, that it can honour every setting: see `refuse`.
     """
@@ -71,6 +72,7 @@ class EngineConfig(BaseModel):
     max_pixels: Annotated[int, Field(ge=1)] | None = None
     min_pixels: Annotated[int, Field(ge=1)] | None = None
     max_decoded_pixels: Annotated[int, Field(ge=1, le=MOST_DECODED)] = ANY.decoded
+    shown_pages: ShownPages = ANY.pages
     echo_rate: Annotated[float, Field(ge=0)] = 0.0
 
     def refuse(self, *names: str) -> None:

@@ -73,7 +73,7 @@ class Preparers:
                 return await self._tokens(preparer, request, card.name)
         async with self._reading.turn(tenant, size):
             files = await self.files.read(tenant, request)
-            request = await read_documents(request, preparer.most_pixels, files)
+            request = await read_documents(request, preparer.limits, files)
             async with self.counting.turn(tenant, size):
                 return await self._tokens(preparer, request, card.name, files)
 

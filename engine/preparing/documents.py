@@ -1,5 +1,5 @@
 """The documents of chat messages, read: a text or a PDF, uploaded before or base64 in the request, becomes text between
-tags. A page of a PDF that has no text, like a scan, becomes an image for a model that sees."""
+tags. For a model that sees, a page of a PDF that shows more than its text says becomes an image."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from ...schemas.openai.completions import ChatRequest
 from ...schemas.openai.content import (
     NO_FILES,
     FileData,
-    FilePart,
     ImagePart,
     ImageUrl,
     NamedFiles,
@@ -32,6 +31,8 @@ from ...schemas.openai.content import (
     with_parts,
 )
 from ...schemas.openai.documents import document
+from ..vision.chat import MOST_IMAGES
+from ..vision.reading import ImageLimits, ShownPages
 
 MOST_DOCUMENTS = 64  # of one request
 KEPT = 32 << 20  # bytes of pages that are kept, for the next turn of a chat
@@ -42,7 +43,7 @@ Request = TypeVar("Request")
 
 
 class Page(NamedTuple):
-    """Of a document: its text, or a picture as a JPEG in base64, which is empty where none is asked for."""
+    """Of a document: its text, and, where that is not all, a picture as a JPEG in base64, empty if it is not shown."""
 
     text: str = ""
     picture: str | None = None
@@ -51,8 +52,9 @@ class Page(NamedTuple):
 _PDF = b"%PDF-"
 _HEADER = 1024  # bytes within which a PDF says that it is one
 _WHAT_TO_SEND = "send a text in UTF-8 or a PDF"
+_BY_DETAIL: Mapping[str | None, ShownPages] = {"low": "scans", "high": "all"}
 
-_kept: OrderedDict[tuple[bytes, int], bytes] = OrderedDict()  # pages of PDFs, the least recently used first
+_kept: OrderedDict[tuple[bytes, int, ShownPages], bytes] = OrderedDict()  # pages of PDFs, the least recently used first
 _kept_lock = Lock()
 _readers = ThreadPoolExecutor(READERS, "documents")
 
@@ -67,21 +69,22 @@ def has_files(request: object) -> TypeGuard[ChatRequest]:
     return has_documents(request) or has_named_files(request)
 
 
-async def read_documents(request: Request, most_pixels: int, files: NamedFiles = NO_FILES) -> Request:
+async def read_documents(request: Request, limits: ImageLimits | None, files: NamedFiles = NO_FILES) -> Request:
     """A request of any kind, as `with_contents` returns a chat; `READERS` are read at a time; nothing else waits."""
     if not has_documents(request):
         return request
     chat = cast(ChatRequest, request)
     loop = asyncio.get_running_loop()
-    return cast(Request, await loop.run_in_executor(_readers, with_contents, chat, most_pixels, files))
+    return cast(Request, await loop.run_in_executor(_readers, with_contents, chat, limits, files))
 
 
-def with_contents(request: ChatRequest, most_pixels: int, files: NamedFiles = NO_FILES) -> ChatRequest:
+def with_contents(request: ChatRequest, limits: ImageLimits | None, files: NamedFiles = NO_FILES) -> ChatRequest:
     """The request with the contents of its documents in their places; `files` are those that it names by their ids.
     Blocks while PDFs are read.
 
-    Pages without text become images of at most `most_pixels`; 0 for a model that sees none, which is told of them.
-    Raises `InvalidRequest` where a document has nothing to show, cannot be read, or may not be.
+    Pages that show more than their text become images as `limits` allows; they are None for a model that sees none. A
+    model is told of what it is not shown. Of pages with text so many become images as the request may have with those
+    without. Raises `InvalidRequest` where a document has nothing to show, cannot be read, or may not be.
     """
     count = sum(len(message.files) for message in request.messages)
     if not count:
@@ -93,9 +96,12 @@ def with_contents(request: ChatRequest, most_pixels: int, files: NamedFiles = NO
             param="messages",
         )
     end = time.monotonic() + TIME
-    messages = [
-        _read(message, f"messages[{index}]", end, most_pixels, files) for index, message in enumerate(request.messages)
-    ]
+    read = [_read(message, f"messages[{index}]", end, limits, files) for index, message in enumerate(request.messages)]
+    pages = [page for documents in read for document in documents.values() for page in document.pages]
+    others = sum(bool(page.picture) and not page.text for page in pages)
+    others += sum(len(message.images) for message in request.messages)
+    places = iter(range(others, MOST_IMAGES))
+    messages = [_filled(message, documents, places) for message, documents in zip(request.messages, read, strict=True)]
     return request.model_copy(update={"messages": messages})
 
 
@@ -104,23 +110,42 @@ def without_documents(body: Mapping[str, Any]) -> dict[str, Any]:
     return with_parts(body, "file", lambda part: part | {"file": part["file"] | {"file_data": ""}})
 
 
-def _read(message: ChatMessage, path: str, end: float, most_pixels: int, files: NamedFiles) -> ChatMessage:
-    """The message without documents; at `end` on the monotonic clock their time is over."""
-    if not message.files:
-        return message
-    parts: list[Any] = []
-    content: Sequence[Any] = message.content or ()
-    for index, part in enumerate(content):
-        if not isinstance(part, FilePart):
-            parts.append(part)
-            continue
+class _Document(NamedTuple):
+    name: str | None
+    pages: list[Page]
+
+
+def _read(
+    message: ChatMessage, path: str, end: float, limits: ImageLimits | None, files: NamedFiles
+) -> dict[int, _Document]:
+    """The documents of a message by their places in it; at `end` on the monotonic clock their time is over."""
+    found: dict[int, _Document] = {}
+    for index, part in message.files:
         where = f"{path}.content[{index}]"
         if message.role != "user":
             raise _refused(where, f"a message with the role {message.role} cannot have documents; send them as user")
         name, data, origin = _given(part.file, f"{where}.file", files)
-        pages = _pages(data, origin, end, most_pixels)
+        shown = _BY_DETAIL.get(part.file.detail, limits.pages) if limits else "scans"
+        found[index] = _Document(name, _pages(data, origin, end, limits.decoded if limits else 0, shown))
+    return found
+
+
+def _filled(message: ChatMessage, documents: Mapping[int, _Document], places: Iterator[int]) -> ChatMessage:
+    """The message with the contents of its documents; of pages with text as many become images as there are places."""
+    if not documents:
+        return message
+    parts: list[Any] = []
+    content: Sequence[Any] = message.content or ()
+    for index, part in enumerate(content):
+        if (found := documents.get(index)) is None:
+            parts.append(part)
+            continue
+        pages = [
+            page._replace(picture="") if page.text and page.picture and next(places, None) is None else page
+            for page in found.pages
+        ]
         before, behind = "\n" * (index > 0), "\n" * (index < len(content) - 1)  # templates join parts without a space
-        parts += _shown(pages, name, before, behind)
+        parts += _shown(pages, found.name, before, behind)
     return message.model_copy(update={"content": parts})
 
 
@@ -130,14 +155,19 @@ def _shown(pages: Sequence[Page], name: str | None, before: str, behind: str) ->
     text, gap = before + head, ""
     for number, page in enumerate(pages, 1):
         said = page.text.strip("\n")
+        if page.picture == "":
+            told = (
+                f"pictures on page {number} are not shown"
+                if said
+                else f"page {number} is a picture, which is not shown"
+            )
+            said = f"{said}\n\n[{told}]".lstrip("\n")
+        if said:
+            text, gap = f"{text}{gap}{said}", "\n\n"
         if page.picture:
             yield TextPart(type="text", text=f"{text}{gap}")
             yield ImagePart(type="image_url", image_url=ImageUrl(url=f"data:image/jpeg;base64,{page.picture}"))
             text, gap = "", "\n"
-        elif page.picture is not None:
-            said = f"[page {number} is a picture, which is not shown]"
-        if said:
-            text, gap = f"{text}{gap}{said}", "\n\n"
     yield TextPart(type="text", text=f"{text}{tail}{behind}")
 
 
@@ -166,9 +196,9 @@ def _decoded(given: str, path: str) -> bytes:
         raise _refused(path, f"this is not valid base64 ({error}); encode the document again") from None
 
 
-def _pages(data: bytes, path: str, end: float, most_pixels: int) -> list[Page]:
+def _pages(data: bytes, path: str, end: float, most_pixels: int, shown: ShownPages) -> list[Page]:
     if _PDF in data[:_HEADER]:
-        pages = _pages_of_pdf(data, path, end, most_pixels)
+        pages = _pages_of_pdf(data, path, end, most_pixels, shown)
     else:
         try:
             text = data.decode("utf-8-sig")
@@ -184,14 +214,14 @@ def _pages(data: bytes, path: str, end: float, most_pixels: int) -> list[Page]:
     return pages
 
 
-def _pages_of_pdf(data: bytes, path: str, end: float, most_pixels: int) -> list[Page]:
+def _pages_of_pdf(data: bytes, path: str, end: float, most_pixels: int, shown: ShownPages) -> list[Page]:
     """Read in a process of its own, which may be killed: some PDFs take for ever, or all memory."""
-    key = sha256(data).digest(), most_pixels
+    key = sha256(data).digest(), most_pixels, shown
     with _kept_lock:
         if pages := _kept.get(key):
             _kept.move_to_end(key)
     if pages is None:
-        command = [sys.executable, "-m", f"{__package__}.pdf_pages", str(most_pixels)]
+        command = [sys.executable, "-m", f"{__package__}.pdf_pages", str(most_pixels), shown]
         try:
             left = max(0.0, end - time.monotonic())
             child = subprocess.run(command, input=data, capture_output=True, timeout=left, check=False)

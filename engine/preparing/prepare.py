@@ -104,9 +104,9 @@ class Preparer:
         return self._sight.processor is not None
 
     @property
-    def most_pixels(self) -> int:
-        """Of an image that the model is shown; 0 if it sees none."""
-        return self._sight.limits.decoded if self.sees else 0
+    def limits(self) -> ImageLimits | None:
+        """Of images; None if the model sees none."""
+        return self._sight.limits if self.sees else None
 
     def prepare(
         self,
@@ -135,7 +135,7 @@ class Preparer:
         asked = grammar
         match request:
             case ChatRequest():
-                request = with_contents(request, self.most_pixels)
+                request = with_contents(request, self.limits)
                 tools, choice, named = _tools(request)
                 given = self._sight.look(request.messages, name, fetched)
                 text, form = self._chat(request, tools, choice)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self
 
 from ...schemas.bounds import shortened
 from ...schemas.errors import InvalidRequest
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+ShownPages = Literal["scans", "figures", "all"]
 TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif")
 MOST_DECODED = 170_000_000  # pixels; Pillow refuses more
 LEAST_SIDE, MOST_SIDE = 8, 65_500  # pixels; processors take thinner pictures for something else
@@ -29,18 +30,23 @@ class ImageSettings(Protocol):
     @property
     def max_pixels(self) -> int | None: ...
 
+    @property
+    def shown_pages(self) -> ShownPages: ...
+
 
 class ImageLimits(NamedTuple):
     """What an image may be. `decoded` is how many pixels its file may hold; one with fewer than `fewest` pixels is
-    enlarged before the model sees it, one with more than `most` reduced; None leaves that to the model's processor."""
+    enlarged before the model sees it, one with more than `most` reduced; None leaves that to the model's processor.
+    `pages` says which pages of PDFs become images: scans, those with figures too, or all."""
 
     decoded: int = 40_000_000
     fewest: int | None = None
     most: int | None = None
+    pages: ShownPages = "figures"
 
     @classmethod
     def of(cls, settings: ImageSettings) -> Self:
-        return cls(settings.max_decoded_pixels, settings.min_pixels, settings.max_pixels)
+        return cls(settings.max_decoded_pixels, settings.min_pixels, settings.max_pixels, settings.shown_pages)
 
     @property
     def pixels(self) -> tuple[int | None, int | None]:

@@ -48,11 +48,13 @@ class ImagePart(OpenBody):
 
 
 class FileData(OpenBody):
-    """A document: `file_data` is its bytes in base64, alone or in a data URL; `file_id` names an uploaded file."""
+    """A document: `file_data` is its bytes in base64, alone or in a data URL; `file_id` names an uploaded file.
+    `detail` "low" shows the model no page of a PDF that has text, "high" all; it is Penstock's own."""
 
     filename: str | None = None
     file_data: str | None = None
     file_id: str | None = None
+    detail: Literal["auto", "low", "high"] | None = None
 
 
 class FilePart(OpenBody):

@@ -67,14 +67,14 @@ class InputImage(_Part):
 
 
 class InputFile(_Part):
-    """A document: `file_data` and `file_id` as in `content.FileData`; `detail` has no effect."""
+    """A document, as in `content.FileData`."""
 
     type: Literal["input_file"]
     filename: str | None = None
     file_data: str | None = None
     file_id: str | None = None
     file_url: str | None = None
-    detail: str | None = None
+    detail: Literal["auto", "low", "high"] | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> InputFile:

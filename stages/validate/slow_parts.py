@@ -68,7 +68,7 @@ class SlowParts:
             return
         async with self._turn(self._reading, waiter):
             files = await self._files.read(waiter.tenant, request)
-            read = await read_documents(request, preparer.most_pixels, files)
+            read = await read_documents(request, preparer.limits, files)
             yield cast(Request, read), fetched | {id: file.data for id, file in files.items()}
 
     async def check(self, grammar: Grammar, model: ModelCard, param: str, waiter: Waiter) -> None:

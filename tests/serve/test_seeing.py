@@ -13,7 +13,7 @@ import httpx2
 import openai
 import psutil
 import pytest
-from pdf_files import scan
+from pdf_files import joined, pdf, photograph, scan
 from pydantic import ByteSize
 from serving import START_TIMEOUT, Served, serving
 from vision_models import animation, damaged, enormous, make_vision_model, picture
@@ -107,10 +107,28 @@ def test_official_clients_get_what_the_library_answers(served: Served, library: 
         assert said.content[0].text == text_of(library.create(body(one, max_tokens=16, ignore_eos=False)))
 
 
+def test_a_figure_is_seen_unless_its_sender_does_without(served: Served) -> None:
+    """Each page with a figure takes an image's tokens; the request says by `detail` which pages are shown."""
+    file = base64.b64encode(joined(pdf("Red:", photograph(100, 100)), pdf("Alone."))).decode()
+    part: Any = {"type": "input_file", "filename": "a.pdf", "file_data": f"data:application/pdf;base64,{file}"}
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+
+        def tokens(*pages: Any) -> int:
+            answer = client.responses.create(
+                model="seer", input=[{"role": "user", "content": [*pages]}], max_output_tokens=16, store=False
+            )
+            assert answer.usage is not None
+            return answer.usage.input_tokens
+
+        none, one, two = (tokens(part | {"detail": detail}) for detail in ("low", "auto", "high"))
+        assert tokens(part) == one
+        assert two > one != none, "an image takes fewer tokens here than the words that it is not shown"
+
+
 def test_the_pages_of_a_scan_are_seen(served: Served, library: OpenAIAdapter) -> None:
     """In all three APIs, with the answer to the same chat in which the pages are images."""
     file = base64.b64encode(scan(picture(300, 200), picture(200, 300, 1))).decode()
-    pages = [page["picture"] for page in pages_of(base64.b64decode(file), 40_000_000)]
+    pages = [page["picture"] for page in pages_of(base64.b64decode(file), 40_000_000, "scans")]
     first, second = ({"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{page}"}} for page in pages)
     opening = "<document>\n<source>scan.pdf</source>\n<content>\n"
     texts = [{"type": "text", "text": text} for text in (opening, "\n", "\n</content>\n</document>\n", WORDS)]
