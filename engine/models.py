@@ -52,11 +52,6 @@ class ModelInfo:
     sees: bool = False
 
 
-def user_cache() -> Path:
-    """Where Penstock keeps what it can make again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
-
-
 def keep(file: Path, content: bytes, most: int) -> None:
     """Write a file of the cache whole or not at all, and make room: of those beside it with its suffix the `most` that
     were used last stay. Raises `OSError`."""
