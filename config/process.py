@@ -34,6 +34,19 @@ def die_with_parent(parent: int | None = None) -> None:
         os._exit(1)
 
 
+def python(module: str, *arguments: str) -> tuple[str, ...]:
+    """The command that runs a module in another interpreter, which finds modules where this one does.
+
+    By itself, `-m` looks into the working directory first, where a user's `token.py` or `logging.py` would be taken for
+    the standard library's.
+    """
+    try:
+        looks_there = not {"", os.getcwd()}.isdisjoint(sys.path)
+    except FileNotFoundError:  # it has been deleted
+        looks_there = False
+    return (sys.executable, *(() if looks_there else ("-P",)), "-m", module, *arguments)
+
+
 @functools.cache
 def host() -> str:
     """The scope of process ids: this boot of this machine and, on Linux, the container."""

@@ -83,6 +83,15 @@ def test_it_serves_where_its_standard_files_are_closed(tmp_path: Path, closed: s
         serves_and_ends(serving, port)
 
 
+def test_it_takes_no_modules_from_the_working_directory(tmp_path: Path) -> None:
+    """The console script does not look there for itself."""
+    for name in ("random", "token", "types"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')")
+    command = echoing(port := free_port())
+    with subprocess.Popen([command[0], "-P", *command[1:]], cwd=tmp_path, start_new_session=True) as serving:
+        serves_and_ends(serving, port)
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
