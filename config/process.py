@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 FAMILY = "PENSTOCK_FAMILY"  # the environment variable by which a parent names the family to its children
@@ -96,8 +97,19 @@ def end_quietly() -> None:
 
 
 def stop_signal() -> asyncio.Event:
-    """Set at the first SIGINT or SIGTERM."""
+    """Set at the first signal to stop."""
     stopping = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    handle_stop_signals(stopping.set, stopping.set)
     return stopping
+
+
+def handle_stop_signals(stop: Callable[[], None], hang_up: Callable[[], None]) -> None:
+    """Call `stop` at each SIGINT and SIGTERM, and `hang_up` at SIGHUP, unless that is ignored, as under `nohup`.
+
+    When a terminal is closed, SIGHUP comes from the kernel, and perhaps once more from the shell.
+    """
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, stop)
+    loop.add_signal_handler(signal.SIGTERM, stop)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGHUP, hang_up)

@@ -25,7 +25,7 @@ from setting_up import set_up
 
 from penstock.api.serve import processes
 from penstock.api.serve.processes import Part, ProcessKeeper, child_environment, keep_broker
-from penstock.api.serve.supervisor import say
+from penstock.api.serve.supervisor import listen, say
 from penstock.config.settings import Settings
 from penstock.schemas.errors import BrokerUnavailable, StartupError
 from penstock.streams.nats.broker import JetStreamBroker
@@ -45,7 +45,7 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not alive
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_stop_signal_lets_running_requests_finish(serve: Serve, number: signal.Signals) -> None:
     served = serve("--backend", "echo", "--echo-rate", "200")
     family = children(served.process.pid)
@@ -55,12 +55,20 @@ def test_a_stop_signal_lets_running_requests_finish(serve: Serve, number: signal
         for line in response.iter_lines():
             if not text:
                 os.killpg(served.process.pid, number)  # as a terminal does: the whole group
+                if number is signal.SIGHUP:  # which the shell repeats
+                    os.killpg(served.process.pid, number)
             if line.startswith("data: {"):
                 text += json.loads(line[6:])["choices"][0]["text"]
     assert text == "x" * 200
     assert served.process.wait() == 0
     assert gone(family)
     assert not (served.state_dir / "nats-url").exists()
+
+
+@pytest.mark.parametrize("host", ["no such host", "192.0.2.1"])
+def test_a_host_that_is_not_this_machine_is_the_fault_that_is_named(host: str) -> None:
+    with pytest.raises(StartupError, match=f"cannot listen on {host} port 0: .*; choose another --host"):
+        listen(host, 0)
 
 
 def test_it_serves_and_ends_though_nobody_hears_it_any_more(tmp_path: Path) -> None:
