@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import cycle
 from math import ceil
 from typing import TextIO
 
@@ -202,10 +203,12 @@ class Supervisor:
 
 async def ready(url: str, workers: int = 1) -> None:
     """Return when the server at `url` is ready and has at least `workers` workers."""
-    async with httpx2.AsyncClient(base_url=url, timeout=5.0, trust_env=False) as client:
-        while True:
+    # What listens on all addresses is reached at those of IPv4, too, and at them alone where IPv6 is switched off.
+    urls = dict.fromkeys((url, url.replace("//[::]", "//127.0.0.1")))
+    async with httpx2.AsyncClient(timeout=5.0, trust_env=False) as client:
+        for each in cycle(urls):
             with contextlib.suppress(httpx2.TransportError):
-                answer = await client.get("/health/ready")
+                answer = await client.get(f"{each}/health/ready")
                 if answer.status_code == 200 and answer.json()["workers"] >= workers:
                     return
             await asyncio.sleep(0.1)

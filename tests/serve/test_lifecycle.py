@@ -25,7 +25,7 @@ from setting_up import set_up
 
 from penstock.api.serve import processes
 from penstock.api.serve.processes import Part, ProcessKeeper, child_environment, keep_broker
-from penstock.api.serve.supervisor import listen, say
+from penstock.api.serve.supervisor import listen, ready, say
 from penstock.config.settings import Settings
 from penstock.schemas.errors import BrokerUnavailable, StartupError
 from penstock.streams.nats.broker import JetStreamBroker
@@ -69,6 +69,11 @@ def test_a_stop_signal_lets_running_requests_finish(serve: Serve, number: signal
 def test_a_host_that_is_not_this_machine_is_the_fault_that_is_named(host: str) -> None:
     with pytest.raises(StartupError, match=f"cannot listen on {host} port 0: .*; choose another --host"):
         listen(host, 0)
+
+
+async def test_all_addresses_are_asked_without_ipv6_too(echo_server: Served) -> None:
+    async with asyncio.timeout(START_TIMEOUT):
+        await ready(echo_server.url.replace("127.0.0.1", "[::]"))
 
 
 def test_it_serves_and_ends_though_nobody_hears_it_any_more(tmp_path: Path) -> None:
