@@ -77,6 +77,12 @@ def goes_through_proxies(url: str) -> bool:
         raise StartupError(f"{url} is not a URL: {error}") from None
     if is_loopback(host) or host in ("0.0.0.0", "::"):
         return False
+    check_proxies()
+    return True
+
+
+def check_proxies() -> None:
+    """Raise `StartupError` if the environment names a proxy that no HTTP client can be made with."""
     try:
         httpx2.Client().close()
     except (ImportError, ValueError, httpx2.InvalidURL) as error:
@@ -85,4 +91,3 @@ def goes_through_proxies(url: str) -> bool:
             f"a proxy that the environment names cannot be used: {fault}; correct or unset HTTP_PROXY, "
             "HTTPS_PROXY and ALL_PROXY"
         ) from None
-    return True

@@ -104,6 +104,14 @@ def test_what_is_wrong_with_a_proxy_or_a_url_is_said_in_a_line(url: str, said: s
     assert done.exit_code == 2 and done.stderr.startswith(f"error: {said}") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.usefixtures("proxied")
+def test_a_model_of_the_hub_names_the_proxy_that_cannot_be_used() -> None:
+    done = CliRunner().invoke(app, ["quantize", "some/model", "out"])
+    assert done.exit_code == 2 and done.stderr.startswith(
+        "error: some/model cannot be looked for on Hugging Face: a proxy"
+    )
+
+
 def test_a_user_without_a_home_has_the_roots(monkeypatch: pytest.MonkeyPatch) -> None:
     """As container runtimes say for a number that no image knows."""
     for variable in ("HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME"):
