@@ -111,7 +111,7 @@ class Keys:
 
     def _load(self, file: Path) -> None:
         try:
-            lines = file.read_text("utf-8").splitlines()
+            lines = file.read_text("utf-8-sig").splitlines()
             readable = file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError([f"api_keys_file {file} cannot be read: {error}"]) from None

@@ -93,7 +93,7 @@ def read_models(file: Path | None = None, directory: Path | None = None) -> tupl
 
 def _from_file(path: Path, faults: list[str]) -> list[_Found]:
     try:
-        tables = tomllib.loads(path.read_text("utf-8"))
+        tables = tomllib.loads(path.read_text("utf-8-sig"))
     except FileNotFoundError:
         faults.append(f"{path}: no such file; name an existing one")
     except (OSError, UnicodeDecodeError) as error:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
-from pydantic import BeforeValidator, ByteSize, Field, field_validator
+from pydantic import BeforeValidator, ByteSize, Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode
 
 
@@ -77,6 +77,15 @@ class ModelsSettings(BaseSettings):
         min_length=1,
         description="How the model writes thoughts; auto: as its chat template suggests; none: all is content.",
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_named(cls, value: object, info: ValidationInfo) -> object:
+        """A variable that expands to nothing is no directory, though `Path` takes it for the working directory."""
+        kind = cls.model_fields[info.field_name or ""].annotation
+        if value == "" and Path in (kind, *get_args(kind)):
+            raise ValueError("an empty path; name one, or leave the setting out")
+        return value
 
     @field_validator("lora_modules")
     @classmethod

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 FAMILY = "PENSTOCK_FAMILY"  # the environment variable by which a parent names the family to its children
@@ -32,6 +33,19 @@ def die_with_parent(parent: int | None = None) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
+
+
+def python(module: str, *arguments: str) -> tuple[str, ...]:
+    """The command that runs a module in another interpreter, which finds modules where this one does.
+
+    By itself, `-m` looks into the working directory first, where a user's `token.py` or `logging.py` would be taken for
+    the standard library's.
+    """
+    try:
+        looks_there = not {"", os.getcwd()}.isdisjoint(sys.path)
+    except FileNotFoundError:  # it has been deleted
+        looks_there = False
+    return (sys.executable, *(() if looks_there else ("-P",)), "-m", module, *arguments)
 
 
 @functools.cache
@@ -83,8 +97,19 @@ def end_quietly() -> None:
 
 
 def stop_signal() -> asyncio.Event:
-    """Set at the first SIGINT or SIGTERM."""
+    """Set at the first signal to stop."""
     stopping = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    handle_stop_signals(stopping.set, stopping.set)
     return stopping
+
+
+def handle_stop_signals(stop: Callable[[], None], hang_up: Callable[[], None]) -> None:
+    """Call `stop` at each SIGINT and SIGTERM, and `hang_up` at SIGHUP, unless that is ignored, as under `nohup`.
+
+    When a terminal is closed, SIGHUP comes from the kernel, and perhaps once more from the shell.
+    """
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, stop)
+    loop.add_signal_handler(signal.SIGTERM, stop)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGHUP, hang_up)

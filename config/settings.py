@@ -6,7 +6,6 @@ A field here is at once a flag (`--max-batch-size`), an environment variable (`P
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,6 +16,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 from ..schemas.jobs import TOKEN_PATTERN, Priority
 from .api_keys import ApiKey
 from .broker import BrokerSettings
+from .directories import user_state
 from .images import ImageSettings
 from .models import split_commas
 from .plugins import PluginSettings
@@ -119,7 +119,7 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings, ImageSettings):
     stop_delay: float = Field(0.0, ge=0, description="How long a bridge still serves after a stop signal, unready.")
     drain_timeout: float = Field(30.0, ge=0, description="How long running requests may continue after a stop signal.")
     state_dir: Path = Field(
-        default_factory=lambda: Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "penstock",
+        default_factory=user_state,
         description="Directory of what must survive a restart, such as the embedded broker's data.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level that is logged.")

@@ -95,7 +95,7 @@ def _file(config: Path | None) -> tuple[Path, bool]:
 
 def _from_file(path: Path, named: bool, faults: list[str]) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text("utf-8"))
+        return tomllib.loads(path.read_text("utf-8-sig"))
     except FileNotFoundError:
         if named:
             faults.append(f"{path}: no such file; give an existing one with --config or PENSTOCK_CONFIG")

@@ -13,8 +13,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ..schemas.errors import ConfigurationError, ModelLoadError
+from ..schemas.errors import ConfigurationError, ModelLoadError, StartupError
 from ..schemas.sources import NO_PROJECTOR, absolute_pair, gguf_model, is_gguf, looks_like_path, split_pair
+from ..schemas.urls import check_proxies
 from .checkpoints.files import read_header, read_json, unreadable, weight_files
 from .checkpoints.gguf.file import read_gguf
 from .checkpoints.gguf.pairs import config_of, find_projector, weights_of
@@ -50,11 +51,6 @@ class ModelInfo:
     parameters: int | None = None
     slow_paths: tuple[str, ...] = ()
     sees: bool = False
-
-
-def user_cache() -> Path:
-    """Where Penstock keeps what it can make again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
 
 
 def keep(file: Path, content: bytes, most: int) -> None:
@@ -254,8 +250,11 @@ def _download(source: str) -> Path:
     )
 
     try:
+        check_proxies()
         wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
         return Path(snapshot_download(source, allow_patterns=wanted, ignore_patterns=_OTHER_FORMS))
+    except StartupError as error:
+        raise ModelLoadError(f"{source} cannot be looked for on Hugging Face: {error}") from error
     except HFValidationError as error:
         raise ModelLoadError(f"{source!r} is neither a directory nor a Hugging Face id: {error}") from error
     except GatedRepoError as error:

@@ -8,6 +8,8 @@ from typing import NamedTuple, Self
 
 import httpx2
 
+from .errors import StartupError
+
 _plain = re.compile(r"[!-~]+").fullmatch
 _hidden_step = re.compile(r"%(2e|2f|5c|25|00)", re.IGNORECASE).search
 
@@ -62,3 +64,30 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
+
+
+def goes_through_proxies(url: str) -> bool:
+    """Whether requests to `url` take the proxies of the environment, to which this machine's own addresses mean others.
+
+    Raises `StartupError` if `url` is none, or a proxy cannot be used.
+    """
+    try:
+        host = httpx2.URL(url).host
+    except httpx2.InvalidURL as error:
+        raise StartupError(f"{url} is not a URL: {error}") from None
+    if is_loopback(host) or host in ("0.0.0.0", "::"):
+        return False
+    check_proxies()
+    return True
+
+
+def check_proxies() -> None:
+    """Raise `StartupError` if the environment names a proxy that no HTTP client can be made with."""
+    try:
+        httpx2.Client().close()
+    except (ImportError, ValueError, httpx2.InvalidURL) as error:
+        fault = "SOCKS needs `pip install socksio`" if isinstance(error, ImportError) else error
+        raise StartupError(
+            f"a proxy that the environment names cannot be used: {fault}; correct or unset HTTP_PROXY, "
+            "HTTPS_PROXY and ALL_PROXY"
+        ) from None

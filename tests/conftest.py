@@ -69,6 +69,13 @@ def loaded_modules() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def proxied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment names proxies: one is dead, and one of a kind that HTTP clients lack a package for."""
+    for name, proxy in {"http_proxy": "http://127.0.0.1:9", "all_proxy": "socks5://127.0.0.1:9"}.items():
+        monkeypatch.setenv(name, proxy)
+
+
 @pytest.fixture(autouse=True)
 def modules_of_earlier_tests(loaded_modules: None) -> None:
     """Nor is what the tests before this one have imported, and loaded for all that follow."""

@@ -14,6 +14,7 @@ import structlog
 
 from ...config.settings import Settings
 from ...schemas.errors import StartupError
+from ...schemas.urls import goes_through_proxies
 from ..serve.connecting import connected
 from ..serve.processes import LEAST_DELAY, Part, ProcessKeeper, child_environment
 from ..serve.supervisor import ready
@@ -81,8 +82,9 @@ async def _all_ready(urls: Sequence[str], workers: int) -> None:
 async def served_models(url: str, api_key: str = "") -> list[str]:
     """The names of what the server at `url` serves, at least one. Raises `StartupError` with what to do."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    proxies = goes_through_proxies(url)
     try:
-        async with httpx2.AsyncClient(timeout=10.0, headers=headers) as client:
+        async with httpx2.AsyncClient(timeout=10.0, headers=headers, trust_env=proxies) as client:
             answer = await client.get(f"{url}/v1/models")
         if answer.status_code in (401, 403):
             fault = f"{'refuses this key' if api_key else 'wants a key'} (HTTP {answer.status_code})"

@@ -23,6 +23,7 @@ from ...engine import InferenceEngine
 from ...schemas.base import tool_name
 from ...schemas.errors import GenerationFailed, InvalidRequest
 from ...schemas.loops import LoopTool, Source, ToolResult
+from ...schemas.urls import goes_through_proxies
 from ..tools.functions import Function
 from ..tools.mcp_config import FUNCTIONS, HttpServer, ServerConfig
 from ..tools.toolbox import Toolbox
@@ -84,7 +85,10 @@ class ResponsesSession:
         instructions: str | None = None,
         parameters: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raises `InvalidRequest` for fewer turns than one, and for a URL without a model's name."""
+        """Raises `InvalidRequest` for fewer turns than one, and for a URL without a model's name.
+
+        Raises `StartupError` where the environment names a proxy for the URL that cannot be used.
+        """
         if max_turns < 1:
             raise InvalidRequest("max_turns is at least 1.", param="max_turns")
         if isinstance(model, str):
@@ -191,7 +195,8 @@ class _Remote:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         base = url.rstrip("/").removesuffix("/v1")
         timeout = httpx2.Timeout(10.0, read=None)
-        self._http = httpx2.AsyncClient(base_url=f"{base}/v1/", headers=headers, timeout=timeout)
+        proxies = goes_through_proxies(base)
+        self._http = httpx2.AsyncClient(base_url=f"{base}/v1/", headers=headers, timeout=timeout, trust_env=proxies)
         self._name = name
 
     async def acreate(self, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,10 +13,9 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from ...config.process import die_with_parent
+from ...config.process import die_with_parent, python
 
 WORKER = ("worker", "--id", "w0")
 """Its arguments: of the first worker of a `serve` with a broker of its own."""
@@ -33,7 +32,7 @@ class AheadWorker:
         reading, self._pipe = os.pipe()
         try:
             self._process = subprocess.Popen(
-                (sys.executable, "-m", "penstock", *WORKER),
+                python("penstock", *WORKER),
                 env=os.environ | {_FILE: str(reading)},
                 stdin=subprocess.DEVNULL,
                 pass_fds=(reading,),

@@ -106,6 +106,11 @@ def broker_url(settings: Settings) -> str:
     path: Path = settings.state_dir / URL_FILE
     try:
         return path.read_text()
+    except PermissionError:
+        raise StartupError(
+            f"no broker: only the user who runs the `penstock serve` with {path} may read that file; run as that user, "
+            "or give a NATS server with --nats-url"
+        ) from None
     except OSError:
         raise StartupError(
             f"no broker: no `penstock serve` is running with the state directory {settings.state_dir}; "

@@ -8,7 +8,6 @@ import functools
 import os
 import secrets
 import signal
-import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import IO
 
 import structlog
 
-from ...config.process import FAMILY, die_with_parent
+from ...config.process import FAMILY, die_with_parent, python
 from ...config.settings import Settings
 from ...config.sources import variable
 from ...schemas.errors import Fatal, StartupError
@@ -98,7 +97,7 @@ class ProcessKeeper:
             await child.go(environment)
             return child
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "penstock", *part.arguments),
+            *python("penstock", *part.arguments),
             env=environment,
             stdin=DEVNULL,
             stdout=self._output,

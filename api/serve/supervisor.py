@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import secrets
 import shutil
-import signal
 import socket
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import cycle
 from math import ceil
 from typing import TextIO
 
@@ -24,6 +25,7 @@ import structlog
 
 from ...config.broker import check_broker
 from ...config.deployment import explicit
+from ...config.process import handle_stop_signals
 from ...config.settings import Settings
 from ...config.sources import Loaded, variable
 from ...engine.planning.discovery import find_backend
@@ -48,6 +50,7 @@ log = structlog.get_logger(__name__)
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening TCP socket. Raises `StartupError` if the address is not available."""
+    listener: socket.socket | None = None
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -55,7 +58,11 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind(address)
         listener.listen(1024)
     except OSError as error:
-        raise StartupError(f"cannot listen on {host} port {port}: {error.strerror}; choose another --port") from None
+        if listener is not None:
+            listener.close()
+        is_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        advice = f"choose another --{'host' if is_host else 'port'}"
+        raise StartupError(f"cannot listen on {host} port {port}: {error.strerror}; {advice}") from None
     return listener
 
 
@@ -136,15 +143,17 @@ class Supervisor:
             self._keeper.ahead = None
 
     def _on_signals(self) -> None:
-        def stop() -> None:
-            if self._keeper.stopping.is_set():
-                self._keeper.at_once.set()
-            else:
+        def begin() -> None:
+            if not self._keeper.stopping.is_set():
                 self._keeper.stopping.set()
                 say("stopping once running requests have finished; interrupt again to stop at once", sys.stderr)
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop)
+        def stop() -> None:
+            if self._keeper.stopping.is_set():
+                self._keeper.at_once.set()
+            begin()
+
+        handle_stop_signals(stop, begin)
 
     async def _embedded(self, stack: contextlib.AsyncExitStack) -> str:
         settings = self._settings
@@ -194,10 +203,12 @@ class Supervisor:
 
 async def ready(url: str, workers: int = 1) -> None:
     """Return when the server at `url` is ready and has at least `workers` workers."""
-    async with httpx2.AsyncClient(base_url=url, timeout=5.0, trust_env=False) as client:
-        while True:
+    # What listens on all addresses is reached at those of IPv4, too, and at them alone where IPv6 is switched off.
+    urls = dict.fromkeys((url, url.replace("//[::]", "//127.0.0.1")))
+    async with httpx2.AsyncClient(timeout=5.0, trust_env=False) as client:
+        for each in cycle(urls):
             with contextlib.suppress(httpx2.TransportError):
-                answer = await client.get("/health/ready")
+                answer = await client.get(f"{each}/health/ready")
                 if answer.status_code == 200 and answer.json()["workers"] >= workers:
                     return
             await asyncio.sleep(0.1)

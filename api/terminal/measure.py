@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
+from ...config.process import python
 from ...config.settings import Settings
 from ...config.sources import flag
 from ...engine.planning.discovery import find_backends, why_not
@@ -62,7 +62,7 @@ def _measure(backend: str, source: str, values: Mapping[str, object]) -> Measure
     given = [text for name in _SETTINGS if name in values for text in (flag(name), str(values[name]))]
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "found.json"
-        command = [sys.executable, "-m", "penstock", "bench", "engine", source, "--backend", backend, *given]
+        command = python("penstock", "bench", "engine", source, "--backend", backend, *given)
         done = subprocess.run([*command, *_LOAD, "--json", str(file)], capture_output=True, text=True)
         if done.returncode != 0:
             lines = [line for line in done.stderr.splitlines() if line.strip()]

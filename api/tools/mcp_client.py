@@ -24,8 +24,9 @@ from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.session import IncomingMessage
 from mcp.client.streamable_http import streamable_http_client
 
-from ...schemas.errors import ToolFailed
+from ...schemas.errors import StartupError, ToolFailed
 from ...schemas.loops import ToolResult
+from ...schemas.urls import goes_through_proxies
 from ...schemas.version import __version__
 from .cutting import cut
 from .mcp_config import HttpServer, ServerConfig
@@ -197,7 +198,7 @@ class McpClient:
                 return "the connection broke; it is unknown whether the call took effect"
             case MCPError(code=types.PARSE_ERROR):  # the lines after the first quote the answer
                 return error.message.partition("\n")[0]
-            case MCPError() | ToolFailed() | RuntimeError():
+            case MCPError() | ToolFailed() | StartupError() | RuntimeError():
                 return self._hidden(str(error))
             case httpx2.TransportError() | OSError():
                 return f"it cannot be reached ({type(error).__name__})"
@@ -307,11 +308,8 @@ class _Connection:
 
     async def _client(self, stack: AsyncExitStack) -> Client:
         server = self._server
-        about: dict[str, Any] = {
-            "message_handler": self._on_message,
-            "client_info": types.Implementation(name="penstock", version=__version__),
-            "cache": None,
-        }
+        about: dict[str, Any] = {"message_handler": self._on_message, "cache": None}
+        about["client_info"] = types.Implementation(name="penstock", version=__version__)
         if not isinstance(server, HttpServer):
             return Client(StdioServerParameters(command=server.command, args=server.args, env=server.env), **about)
         http = httpx2.AsyncClient(
@@ -319,6 +317,7 @@ class _Connection:
             # `asyncio.timeout` limits the wait for answers; streams of a session stay open between them.
             timeout=httpx2.Timeout(server.timeout, read=max(300.0, 2 * server.timeout)),
             max_redirects=0,
+            trust_env=goes_through_proxies(server.url),
             event_hooks={"response": [_observe]},
         )
         await stack.enter_async_context(http)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..models import user_cache
+from ...config.directories import user_cache
 from .compiling import NATIVE, NotCompiled, compiled, kept
 from .machine import KERNEL_FLAGS, cpu_flags
 from .variants import BUILT, find

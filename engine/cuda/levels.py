@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ...config.directories import user_cache
 from ..checkpoints.rounded import Rounded, looked_up
-from ..models import user_cache
 from .compiling import NotCompiled, is_there, program
 
 GROUP, TILE = 32, 16

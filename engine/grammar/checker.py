@@ -17,6 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO
 
+from ...config.process import python
 from ...schemas.errors import InvalidRequest, ModelLoadError, Overloaded, PenstockError
 from ...schemas.params import Grammar
 from ..text.tokenizer import load_tokenizer
@@ -160,7 +161,7 @@ class GrammarChecker:
     async def _start(self) -> Process:
         # What the compiler writes to stderr may quote a client's grammar, which no log is to have.
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", __spec__.name, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=_MAX_LINE_BYTES
+            *python(__spec__.name), stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=_MAX_LINE_BYTES
         )
 
     async def _end(self) -> None:
@@ -241,5 +242,5 @@ if __name__ == "__main__":
                 import_alone()
             except Exception:  # another release of xgrammar needs more of torch than names: begin anew, with it
                 os.dup2(own.fileno(), 1)
-                os.execv(sys.executable, (sys.executable, "-m", __spec__.name, _WHOLE))
+                os.execv(sys.executable, python(__spec__.name, _WHOLE))
         main(sys.stdin, own)

@@ -16,9 +16,10 @@ from typing import NamedTuple, Self
 
 import torch
 
+from ...config.directories import user_cache
 from ..config import EngineConfig
 from ..cpu.library import Kernels
-from ..models import keep, state_of, user_cache
+from ..models import keep, state_of
 from ..planning.device import surroundings
 
 _log = logging.getLogger(__name__)

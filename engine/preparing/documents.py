@@ -7,7 +7,6 @@ import asyncio
 import base64
 import binascii
 import subprocess
-import sys
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
 
 import orjson
 
+from ...config.process import python
 from ...schemas.errors import InvalidRequest
 from ...schemas.openai.chat import ChatMessage, has_named_files
 from ...schemas.openai.completions import ChatRequest
@@ -221,7 +221,7 @@ def _pages_of_pdf(data: bytes, path: str, end: float, most_pixels: int, shown: S
         if pages := _kept.get(key):
             _kept.move_to_end(key)
     if pages is None:
-        command = [sys.executable, "-m", f"{__package__}.pdf_pages", str(most_pixels), shown]
+        command = python(f"{__package__}.pdf_pages", str(most_pixels), shown)
         try:
             left = max(0.0, end - time.monotonic())
             child = subprocess.run(command, input=data, capture_output=True, timeout=left, check=False)

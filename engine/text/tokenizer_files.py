@@ -17,11 +17,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...config.directories import user_cache
 from ...schemas.errors import ModelLoadError
 from ...schemas.sources import is_gguf
 from ..checkpoints.gguf import tokens as gguf_tokens
 from ..checkpoints.gguf.file import read_gguf
-from ..models import keep, user_cache
+from ..models import keep
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import os
+import signal
 
-from penstock.config.process import keep_loaded
+from penstock.config.process import keep_loaded, stop_signal
 
 
 def test_a_collection_looks_through_nothing_that_was_loaded() -> None:
@@ -16,3 +19,18 @@ def test_a_collection_looks_through_nothing_that_was_loaded() -> None:
         assert any(found is later for found in gc.get_objects())
     finally:
         gc.unfreeze()
+
+
+async def test_a_signal_that_is_ignored_stays_so() -> None:
+    """`nohup` has a process outlive its terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stopping = stop_signal()
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        os.kill(os.getpid(), signal.SIGTERM)
+        await stopping.wait()
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().remove_signal_handler(number)
+        signal.signal(signal.SIGHUP, before)

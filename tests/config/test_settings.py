@@ -135,7 +135,7 @@ def _faults(name: str) -> list[str]:
         return ["many", "", "1.5x", str(int(lowest) - 1)] + ([str(int(highest) + 1)] if highest < 10**9 else [])
     if kind is float:
         return ["long", "", "nan", "inf", str(lowest - 1)] + ([str(highest + 1)] if highest < 10**9 else [])
-    return [""] if _constraint(field, annotated_types.MinLen) else []
+    return [""] if kind is Path or _constraint(field, annotated_types.MinLen) else []
 
 
 def _range(field: FieldInfo) -> tuple[float, float]:
@@ -312,8 +312,9 @@ def test_defaults_are_valid_and_named_so(alone: Path) -> None:
     assert loaded.settings.host == "127.0.0.1"
 
 
-def test_file_in_the_working_directory_is_read(alone: Path) -> None:
-    (alone / "penstock.toml").write_text("port = 1")
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_file_in_the_working_directory_is_read(alone: Path, mark: str) -> None:
+    (alone / "penstock.toml").write_text(f"{mark}port = 1")
     loaded = load()
     assert (loaded.settings.port, loaded.origins["port"]) == (1, "penstock.toml")
 

@@ -26,7 +26,7 @@ from setting_up import set_up
 
 from penstock.api.serve import processes
 from penstock.api.serve.processes import Part, ProcessKeeper, child_environment, keep_broker
-from penstock.api.serve.supervisor import say
+from penstock.api.serve.supervisor import listen, ready, say
 from penstock.config.settings import Settings
 from penstock.schemas.errors import BrokerUnavailable, StartupError
 from penstock.streams.nats.broker import JetStreamBroker
@@ -46,7 +46,7 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not alive
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_stop_signal_lets_running_requests_finish(serve: Serve, number: signal.Signals) -> None:
     served = serve("--backend", "echo", "--echo-rate", "200")
     family = children(served.process.pid)
@@ -56,12 +56,25 @@ def test_a_stop_signal_lets_running_requests_finish(serve: Serve, number: signal
         for line in response.iter_lines():
             if not text:
                 os.killpg(served.process.pid, number)  # as a terminal does: the whole group
+                if number is signal.SIGHUP:  # which the shell repeats
+                    os.killpg(served.process.pid, number)
             if line.startswith("data: {"):
                 text += json.loads(line[6:])["choices"][0]["text"]
     assert text == "x" * 200
     assert served.process.wait() == 0
     assert gone(family)
     assert not (served.state_dir / "nats-url").exists()
+
+
+@pytest.mark.parametrize("host", ["no such host", "192.0.2.1"])
+def test_a_host_that_is_not_this_machine_is_the_fault_that_is_named(host: str) -> None:
+    with pytest.raises(StartupError, match=f"cannot listen on {host} port 0: .*; choose another --host"):
+        listen(host, 0)
+
+
+async def test_all_addresses_are_asked_without_ipv6_too(echo_server: Served) -> None:
+    async with asyncio.timeout(START_TIMEOUT):
+        await ready(echo_server.url.replace("127.0.0.1", "[::]"))
 
 
 def test_it_serves_and_ends_though_nobody_hears_it_any_more(tmp_path: Path) -> None:
@@ -81,6 +94,15 @@ def test_it_serves_where_its_standard_files_are_closed(tmp_path: Path, closed: s
     """As some of those do that start services."""
     command = ["sh", "-c", f"exec {shlex.join(echoing(port := free_port()))} {closed}"]
     with subprocess.Popen(command, cwd=tmp_path, start_new_session=True) as serving:
+        serves_and_ends(serving, port)
+
+
+def test_it_takes_no_modules_from_the_working_directory(tmp_path: Path) -> None:
+    """The console script does not look there for itself."""
+    for name in ("random", "token", "types"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')")
+    command = echoing(port := free_port())
+    with subprocess.Popen([command[0], "-P", *command[1:]], cwd=tmp_path, start_new_session=True) as serving:
         serves_and_ends(serving, port)
 
 

@@ -13,6 +13,7 @@ import orjson
 
 from ....config.settings import Settings
 from ....schemas.errors import Fatal
+from ....schemas.urls import goes_through_proxies
 
 ASKING = {"Penstock-Resumable": "true", "Penstock-Events": "true"}
 MAX_RECONNECTS = 40  # in a row
@@ -24,13 +25,16 @@ class ChatError(Fatal):
 
 
 def server_at(url: str | None, api_key: str | None, settings: Settings) -> httpx2.Client:
-    """A client of the API at `url`; without one, at the address on which `serve` listens with these settings."""
+    """A client of the API at `url`; without one, at the address on which `serve` listens with these settings.
+
+    Raises `StartupError`.
+    """
     base = (url or f"http://{settings.host}:{settings.port}").rstrip("/")
     base = base if re.search("://[^/]+/", base) else f"{base}/v1"
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    return httpx2.Client(
-        base_url=base, headers=headers, timeout=60.0
-    )  # Penstock sends something at least every 15 seconds
+    proxies = goes_through_proxies(base)
+    # Penstock sends something at least every 15 seconds.
+    return httpx2.Client(base_url=base, headers=headers, timeout=60.0, trust_env=proxies)
 
 
 def answer_of(server: httpx2.Client, method: str, path: str, body: dict[str, Any] | None = None) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import signal
 import uuid
 from collections.abc import Sequence
 from typing import Annotated
@@ -13,6 +12,7 @@ import typer
 
 from ....config.catalogue import offered_models
 from ....config.logging import configure_logging
+from ....config.process import handle_stop_signals
 from ....config.sources import Loaded
 from ....schemas.errors import StartupError
 from ....schemas.jobs import TOKEN_PATTERN
@@ -45,6 +45,5 @@ async def _run(loaded: Loaded, entries: Sequence[CatalogueEntry] | None, name: s
     def stop() -> None:
         (keeper.at_once if keeper.stopping.is_set() else keeper.stopping).set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
+    handle_stop_signals(stop, keeper.stopping.set)
     await place_models(loaded, entries, broker_url(loaded.settings), name, keeper, keeper.stopping, alone=True)

@@ -282,8 +282,9 @@ def _quoted(path: Path) -> str:
 
 def _claim(state_dir: Path) -> tuple[Path, FileLock]:
     """Create the directory if necessary, and lock it."""
-    state = state_dir.absolute()
+    state = state_dir
     try:
+        state = state.absolute()  # unless the working directory is gone
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = FileLock(state / "lock", thread_local=False)
         lock.acquire(timeout=0)

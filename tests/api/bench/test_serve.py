@@ -156,6 +156,11 @@ def test_tokens_are_those_of_the_servers_usage(fake: Fake) -> None:
     assert all(body["ignore_eos"] and body["temperature"] == 0 for body in fake.bodies)
 
 
+@pytest.mark.usefixtures("proxied")
+def test_a_server_on_this_machine_is_asked_without_a_proxy(fake: Fake) -> None:
+    assert bench(fake.url, "--concurrency=1", "--requests=1").exit_code == 0
+
+
 def test_what_the_server_does_not_know_can_be_left_out(fake: Fake) -> None:
     assert bench(fake.url, "--concurrency=1", "--no-ignore-eos").exit_code == 0
     assert not any("ignore_eos" in body for body in fake.bodies)

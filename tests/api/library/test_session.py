@@ -324,6 +324,15 @@ async def test_a_server_that_breaks_off_or_has_no_room_is_asked_again() -> None:
     assert server.bodies[0]["model"] == "m" and server.bodies[0]["seed"] == 1
 
 
+@pytest.mark.usefixtures("proxied")
+async def test_a_server_on_this_machine_is_asked_without_a_proxy() -> None:
+    async with (
+        remote(JSONResponse(answer(saying("Here.")))) as server,
+        ResponsesSession(server.url, name="m") as session,
+    ):
+        assert (await session.run("Are you there?")).text == "Here."
+
+
 async def test_a_server_that_never_has_room_is_told() -> None:
     async with remote(*[refusal(503, "No room.", **{"Retry-After": "0"})] * 10) as server:
         async with ResponsesSession(f"{server.url}/v1/", name="m") as session:

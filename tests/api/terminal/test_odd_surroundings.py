@@ -1,4 +1,5 @@
-"""Commands where the output is full, the encoding is narrow, or the home cannot be written: words, and no traceback."""
+"""Commands where the output is full, the encoding is narrow, the home cannot be written or does not exist, or proxies
+are named: words, and no traceback."""
 
 from __future__ import annotations
 
@@ -13,6 +14,10 @@ from typing import Any
 import pytest
 from serving import Served
 from terminals import Terminal
+from typer.testing import CliRunner
+
+from penstock.__main__ import app
+from penstock.config.directories import user_cache, user_state
 
 NARROW = {"PYTHONIOENCODING": "ascii"}
 FULL = Path("/dev/full")
@@ -77,3 +82,45 @@ def test_a_conversation_needs_no_history(homeless: Terminal) -> None:
     homeless.type("Hello there\n")
     homeless.until("user")
     homeless.until("Hello there")
+
+
+@pytest.mark.usefixtures("proxied")
+@pytest.mark.parametrize("command", [("chat", "Hello there"), ("models",)])
+def test_this_machine_is_asked_without_a_proxy(echo_server: Served, command: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(app, [*command, "--url", echo_server.url])
+    assert done.exit_code == 0 and ("Hello there" in done.output or "echo" in done.output)
+
+
+@pytest.mark.usefixtures("proxied")
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://192.0.2.1", "a proxy that the environment names cannot be used: SOCKS needs `pip install socksio`"),
+        ("http://[::1", "http://[::1/v1 is not a URL"),
+    ],
+)
+def test_what_is_wrong_with_a_proxy_or_a_url_is_said_in_a_line(url: str, said: str) -> None:
+    done = CliRunner().invoke(app, ["models", "--url", url])
+    assert done.exit_code == 2 and done.stderr.startswith(f"error: {said}") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.usefixtures("proxied")
+def test_a_model_of_the_hub_names_the_proxy_that_cannot_be_used() -> None:
+    done = CliRunner().invoke(app, ["quantize", "some/model", "out"])
+    assert done.exit_code == 2 and done.stderr.startswith(
+        "error: some/model cannot be looked for on Hugging Face: a proxy"
+    )
+
+
+def test_a_user_without_a_home_has_the_roots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As container runtimes say for a number that no image knows."""
+    for variable in ("HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31)
+    assert (user_state(), user_cache()) == (Path("/.local/state/penstock"), Path("/.cache/penstock"))
+
+
+def test_a_relative_directory_is_no_directory_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ann")
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    assert user_cache() == Path("/home/ann/.cache/penstock")

@@ -78,6 +78,17 @@ async def test_calls_a_tool(era: Era, json: bool) -> None:
         assert methods == ({"POST", "GET"} if era == "2025" else {"POST"})
 
 
+@pytest.mark.usefixtures("proxied")
+async def test_a_server_on_this_machine_is_asked_without_a_proxy(client: McpClient) -> None:
+    assert await client.call("add", {"a": 2, "b": 3}) == ToolResult("5")
+
+
+@pytest.mark.usefixtures("proxied")
+async def test_a_proxy_that_cannot_be_used_is_told() -> None:
+    async with McpClient("http://192.0.2.1/mcp", name="far") as client:
+        assert (await client.call("add", {})).text.startswith("far could not run add: a proxy that the environment")
+
+
 async def test_concurrent_calls_share_a_connection(client: McpClient, server: McpServer) -> None:
     slow = asyncio.create_task(client.call("slow", {}))
     await server.started.wait()

@@ -20,6 +20,7 @@ from threads import torch_threads
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
 
+from penstock.config.directories import user_cache
 from penstock.engine import EngineConfig, GenerationParams, InferenceEngine
 from penstock.engine.checkpoints.gguf.types import BLOCKS
 from penstock.engine.checkpoints.gguf.weights import rounded_of
@@ -29,7 +30,6 @@ from penstock.engine.cpu.layouts import numbers
 from penstock.engine.cpu.library import MOST_ROWS, PLAIN, Kernels, NoKernels, Product, load_kernels
 from penstock.engine.cpu.machine import ARCHITECTURE, KERNEL_FLAGS, cpu_flags
 from penstock.engine.cpu.variants import VARIANTS
-from penstock.engine.models import user_cache
 from penstock.engine.paged.attention_hook import ATTENTION
 from penstock.engine.paged.decoding.linear import CompiledLinear, PackedLinear, PlainLinear, packs_bfloat16, reorder
 from penstock.engine.paged.packing import Computed, Segment

@@ -23,11 +23,11 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
+from penstock.config.directories import user_cache
 from penstock.engine.cpu.compiling import compiled
 from penstock.engine.cpu.library import Kernels, load_kernels
 from penstock.engine.cpu.machine import ARCHITECTURE, KERNEL_FLAGS, cpu_flags
 from penstock.engine.cpu.variants import VARIANTS
-from penstock.engine.models import user_cache
 from penstock.engine.paged.attention_hook import ATTENTION
 from penstock.engine.paged.packing import Segment
 from penstock.engine.paged.quantization.quantize import ProductMaker

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,6 +197,12 @@ def test_only_users_have_documents() -> None:
 def test_a_request_has_so_many_documents() -> None:
     with pytest.raises(InvalidRequest, match="send at most 64"):
         with_contents(chat(*[file(encoded(b"x"))] * 65), None)
+
+
+def test_a_pdf_is_read_wherever_the_process_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "base64.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(tmp_path)
+    assert "Anywhere." in with_contents(chat(file(encoded(pdf("Anywhere.")))), 0).messages[0].text
 
 
 def test_a_pdf_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -343,3 +343,15 @@ async def test_a_part_ends_when_its_server_goes_on_refusing_it(started: Start, t
 def test_settings_that_contradict_each_other(given: dict[str, str], fault: str) -> None:
     with pytest.raises(ConfigurationError, match=fault):
         Access.of(Settings.model_validate(given))
+
+
+async def test_a_server_of_another_user_is_named_so(tmp_path: Path) -> None:
+    (tmp_path / "nats-url").touch(mode=0)
+    before = os.geteuid()
+    if before == 0:  # who may read all files
+        os.seteuid(1)
+    try:
+        with pytest.raises(StartupError, match="run as that user"):
+            await connected(Settings(state_dir=tmp_path), "test").__aenter__()
+    finally:
+        os.seteuid(before)

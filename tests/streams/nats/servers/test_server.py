@@ -196,3 +196,10 @@ asyncio.run(main())
     await gone(url)
     successor = await EmbeddedServer.start(tmp_path)
     await successor.stop()
+
+
+async def test_a_working_directory_that_is_gone_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.rmdir(tmp_path)
+    with pytest.raises(StartupError, match=r"cannot use the state directory state: .*No such file"):
+        await EmbeddedServer.start(Path("state"))
