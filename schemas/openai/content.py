@@ -12,13 +12,13 @@ from .body import OpenBody
 
 
 class NamedFile(NamedTuple):
-    """A file that its sender uploaded before, and names by its id: its own name, and its bytes."""
+    """A file that a request names by the id of its upload, or by its URL: its own name, and its bytes."""
 
     name: str
     data: bytes
 
 
-NamedFiles = Mapping[str, NamedFile]  # by id
+NamedFiles = Mapping[str, NamedFile]  # by id or URL
 NO_FILES: NamedFiles = MappingProxyType({})
 
 
@@ -48,11 +48,18 @@ class ImagePart(OpenBody):
 
 
 class FileData(OpenBody):
-    """A document: `file_data` is its bytes in base64, alone or in a data URL; `file_id` names an uploaded file."""
+    """A document: `file_data` is its bytes in base64, alone or in a data URL; `file_id` names an uploaded file;
+    `file_url`, which the server may fetch, is Penstock's own."""
 
     filename: str | None = None
     file_data: str | None = None
     file_id: str | None = None
+    file_url: str | None = None
+
+    @property
+    def sources(self) -> list[str]:
+        """The fields that say what the document is."""
+        return [name for name in ("file_data", "file_id", "file_url") if getattr(self, name) is not None]
 
 
 class FilePart(OpenBody):

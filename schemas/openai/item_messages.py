@@ -19,7 +19,7 @@ from .result_images import ResultImages
 
 _REFUSED = "The user did not approve this call."
 _UNFINISHED = "This call was not finished."
-_OF_FILES = ("filename", "file_data", "file_id")
+_OF_FILES = ("filename", "file_data", "file_id", "file_url")
 _of_turn = re.compile(r"[a-z]+_([0-9a-f]{32}[0-9]{4})").match  # response and turn: see `turn_items.item_id`
 
 

@@ -67,7 +67,7 @@ class InputImage(_Part):
 
 
 class InputFile(_Part):
-    """A document: `file_data` and `file_id` as in `content.FileData`; `detail` has no effect."""
+    """A document: `file_data`, `file_id` and `file_url` as in `content.FileData`; `detail` has no effect."""
 
     type: Literal["input_file"]
     filename: str | None = None
@@ -78,10 +78,8 @@ class InputFile(_Part):
 
     @model_validator(mode="after")
     def _one_source(self) -> InputFile:
-        if self.file_url is not None:
-            raise ValueError("must have no file_url: documents are not fetched; send file_data or file_id")
-        if (self.file_data is None) == (self.file_id is None):
-            raise ValueError("must have either file_data or file_id")
+        if sum(given is not None for given in (self.file_data, self.file_id, self.file_url)) != 1:
+            raise ValueError("must have one of file_data, file_id and file_url")
         return self
 
 
