@@ -130,10 +130,11 @@ class RemoteFiles:
                 address = await self._resolved(url, place)
                 # The name stays in the header and in the handshake, whose certificate is checked against it.
                 extensions = {"sni_hostname": url.host}
+                headers = {"Host": _host(url), "Accept-Encoding": "identity"}
                 target = url.copy_with(host=address)
                 async with (
                     httpx2.AsyncClient(trust_env=False, timeout=PATIENCE) as client,
-                    client.stream("GET", target, headers={"Host": _host(url)}, extensions=extensions) as answer,
+                    client.stream("GET", target, headers=headers, extensions=extensions) as answer,
                 ):
                     return await _body(answer, place, room)
         except TimeoutError:
@@ -165,8 +166,11 @@ async def _body(answer: httpx2.Response, place: Wanted, room: _Room) -> bytes:
     if answer.status_code != 200:
         note = "; redirects are not followed" if 300 <= answer.status_code < 400 else ""
         raise place.refused(f"the {place.kind}'s server answered {answer.status_code}{note}")
+    if (encoding := answer.headers.get("content-encoding", "identity").lower()) != "identity":
+        # A few bytes could become more than memory holds.
+        raise place.refused(f"the {place.kind}'s server sends it compressed ({encoding[:20]}), unasked")
     data = bytearray()
-    async for chunk in answer.aiter_bytes():
+    async for chunk in answer.aiter_raw():
         data += chunk
         room.left -= len(chunk)
         if len(data) > MOST_BYTES:

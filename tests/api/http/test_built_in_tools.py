@@ -69,6 +69,7 @@ def test_a_call_arrives_as_its_item_and_its_result_reaches_the_model(
     for text in ("FOUND", "ls" if tool != "apply_patch" else "a.txt"):
         assert text in second
     assert second.index("a.txt" if tool == "apply_patch" else '"ls"') < second.index("FOUND")
+    named = {"id": item["id"]} if tool == "local_shell" else named  # clients name the call, or its item
     history: Any = [{"role": "user", "content": "Go."}, *made["output"], result | named]
     alone = office.create("Well.", input=history, **asked)
     assert said(alone) == "Well." and office.model.asked[2] == second, "whoever keeps the history gets the same"

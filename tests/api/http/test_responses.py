@@ -379,6 +379,7 @@ def test_a_page_of_a_conversation_begins_behind_an_item_that_was_deleted(office:
             assert office.ask("DELETE", f"{path}/{item['id']}").status == 200
         assert page["has_more"] is (len(seen) < len(given))
     assert seen == [item["id"] for item in (given if order == "asc" else given[::-1])]
+    assert orjson.loads(office.ask("GET", path).body)["data"] == []
     assert office.ask("GET", f"{path}?after=msg_none").status == 400
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import re
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
@@ -53,6 +54,8 @@ class Server:
         status, more, body = "200 OK", "", picture()
         if path == "/away":
             status, more, body = "302 Found", "Location: http://10.0.0.1/secret\r\n", b""
+        elif path == "/packed":
+            more, body = "Content-Encoding: gzip\r\n", gzip.compress(bytes(1000))
         elif path == "/none":
             status, body = "404 Not Found", b""
         elif path == "/long":
@@ -128,6 +131,7 @@ async def test_an_allowed_image_is_fetched_once(server: Server, names: dict[str,
     [
         ("/away", "answered 302; redirects are not followed"),
         ("/none", "answered 404"),
+        ("/packed", r"sends it compressed \(gzip\), unasked"),
         ("/long", "larger than 20 MiB"),
         ("/%2e%2e/secret", "the URL cannot be used"),
         ("//secret", "the URL cannot be used"),
