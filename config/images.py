@@ -1,4 +1,4 @@
-"""The settings of images in requests."""
+"""The settings of images and documents in requests."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ class ImageSettings(BaseSettings):
 
     image_allowed_urls: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas)] = Field(
         (), description="Beginnings of URLs from which requests may have images fetched; none by default."
+    )
+    document_allowed_urls: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas)] = Field(
+        (), description="Beginnings of URLs from which requests may have documents fetched; none by default."
     )
     mmproj: str | None = Field(
         None,

@@ -8,10 +8,12 @@ from typing import Any
 
 from ...schemas.bounds import LONG, load_json
 from ...schemas.errors import InvalidRequest
-from ...schemas.openai.batches import BatchEndpoint, Fault
+from ...schemas.openai.batches import MESSAGES, BatchEndpoint, Fault
+from ...schemas.openai.completions import KINDS
 
 MOST_LINES = 50_000
 MOST_FAULTS = 100  # that are reported
+_NOTES = {"metadata", "user"}  # parameters without effect, which may also stand beside a body
 
 # Values that a line may hold because they change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -35,6 +37,10 @@ def read_line(raw: bytes, endpoint: BatchEndpoint) -> dict[str, Any]:
             raise InvalidRequest(f"{name} is missing.", code="missing_required_parameter", param=name)
         if not isinstance(value[name], kind) or not value[name]:
             raise InvalidRequest(f"{name} must be a {kind.__name__} that is not empty.", param=name)
+    if endpoint != MESSAGES and (beside := value.keys() & KINDS[endpoint].field_names() - _NOTES):
+        name = min(beside)
+        fault = f"{name} stands beside body, where it has no effect; move it into body."
+        raise InvalidRequest(fault, code="unsupported_parameter", param=name)
     if value["method"] != "POST":
         raise InvalidRequest("method must be POST.", code="invalid_method", param="method")
     if value["url"] != endpoint:

@@ -92,7 +92,8 @@ class ConversationRoutes(Routes):
     async def items(self, id: str, request: Request) -> Any:
         """List a conversation's items, in pages."""
         store, found = await self._find(id, request)
-        return page(request, await store.items(tenant_of(request), found), default=20, most=100)
+        items = await store.items(tenant_of(request), found, removed=True)
+        return page(request, items, default=20, most=100, gone=found.removed)
 
     async def item(self, id: str, item: str, request: Request) -> Any:
         """Show an item of a conversation."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Container, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -117,8 +117,11 @@ class FileRoutes(Routes):
         return anthropic_files.deleted(id) if is_of_anthropic(request) else _deleted(id)
 
 
-def page(request: Request, items: Sequence[dict[str, Any]], *, default: int, most: int) -> dict[str, Any]:
-    """The page of `items`, oldest first, that the query asks for, as OpenAI's list. Raises `InvalidRequest`."""
+def page(
+    request: Request, items: Sequence[dict[str, Any]], *, default: int, most: int, gone: Container[str] = ()
+) -> dict[str, Any]:
+    """The page of `items`, oldest first, that the query asks for, as OpenAI's list. Those whose ids are `gone` are not
+    shown, but a page can begin behind them. Raises `InvalidRequest`."""
     query = request.query_params
     limit, order, after = query.get("limit", str(default)), query.get("order", "desc"), query.get("after")
     if not re.fullmatch("[0-9]{1,9}", limit) or not 1 <= int(limit) <= most:
@@ -131,6 +134,7 @@ def page(request: Request, items: Sequence[dict[str, Any]], *, default: int, mos
         if start is None:
             raise InvalidRequest("after must be the id of an entry of this list.", param="after")
         ordered = ordered[start:]
+    ordered = [item for item in ordered if item["id"] not in gone]
     data = ordered[: int(limit)]
     first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
     return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": len(data) < len(ordered)}

@@ -34,7 +34,8 @@ from ...streams.stores.history import History
 from ...streams.stores.responses import LOST, ResponseLog, Stored
 from ...streams.topology import EVENTS, PRIORITIES, TOOLS, lane_stream
 from ..bridge.response_reading import ResponseReading
-from ..render.responses import ResponseRenderer, response_object
+from ..render.response_object import response_object
+from ..render.responses import ResponseRenderer
 from ..tools.sealing import seal
 from .answers import FOR_EVER, EventStream, error_of, error_response
 from .files import page

@@ -5,8 +5,7 @@ The same events give the same bytes at any bridge and time, so a client whose st
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -19,23 +18,21 @@ from ...schemas.events import (
     Event,
     Expired,
     Failed,
-    FinishReason,
     ItemEvent,
     Queued,
     Token,
     Turn,
 )
-from ...schemas.loops import Begun, Ended, Items, Turned
+from ...schemas.openai.built_in_tools import built_in_names
 from ...schemas.openai.custom_tools import custom_names
 from ...schemas.openai.response_tools import namespaced
 from ...schemas.openai.responses import wants_logprobs
 from ...schemas.openai.turn_items import Change, TurnItems
 from .anthropic import sse
-from .openai import answered_by
+from .response_object import CUT, response_at, response_head
 
 _Object = dict[str, Any]
 
-_SECRETS = ("authorization", "headers", "sealed")
 _TEXTS = {
     "message": "output_text",
     "reasoning": "reasoning_text",
@@ -54,27 +51,6 @@ _EMPTY: dict[str, _Object] = {
     "mcp_list_tools": {"tools": [], "error": None},
 }
 _INCOMPLETE = {"status": "incomplete"}
-_FUNCTION: _Object = {"type": "function", "name": "", "description": None, "parameters": None, "strict": None}
-_CUT: dict[FinishReason, str] = {"length": "max_output_tokens", "content_filter": "content_filter"}
-_DEFAULTS: _Object = {
-    "background": False,
-    "frequency_penalty": 0.0,
-    "instructions": None,
-    "max_output_tokens": None,
-    "max_tool_calls": None,
-    "metadata": {},
-    "parallel_tool_calls": True,
-    "presence_penalty": 0.0,
-    "previous_response_id": None,
-    "prompt_cache_key": None,
-    "safety_identifier": None,
-    "store": True,
-    "temperature": 1.0,
-    "tool_choice": "auto",
-    "top_logprobs": 0,
-    "top_p": 1.0,
-    "user": None,
-}
 
 
 class ResponseRenderer:
@@ -116,8 +92,8 @@ class ResponseRenderer:
         """The response as it stands."""
         open_items = {item["id"]: item for item in self._turn.items} if self._turn else {}
         output = [open_items.get(id, item) if id in self._unfinished else item for id, item in self._output.items()]
-        head = _head(self._id, self._body, self._created, self._model)
-        return _response(head, output, self._usages, self._fallbacks, **self._ending)
+        head = response_head(self._id, self._body, self._created, self._model)
+        return response_at(head, output, self._usages, self._fallbacks, **self._ending)
 
     def _tell(self, event: Event) -> Iterator[bytes]:
         if not self.started and isinstance(event, FINAL):  # whose request may be anything
@@ -136,11 +112,17 @@ class ResponseRenderer:
                 yield from self._leave_turn()
                 logprobs = wants_logprobs(self._body.get("top_logprobs"), self._body.get("include"))
                 tools = self._body.get("tools") or []
-                named, custom = namespaced(tools), custom_names(tools)
-                turn = TurnItems(event.job, event.calls, namespaced=named, custom=custom, logprobs=logprobs)
-                self._job, self._turn = event.job, turn
+                self._job = event.job
+                self._turn = TurnItems(
+                    event.job,
+                    event.calls,
+                    namespaced=namespaced(tools),
+                    custom=custom_names(tools),
+                    built_in=built_in_names(tools),
+                    logprobs=logprobs,
+                )
             case Done():
-                reason = _CUT.get(event.finish_reasons[0])
+                reason = CUT.get(event.finish_reasons[0])
                 status = "incomplete" if reason else "completed"
                 yield from self._end({"status": status, "at": event.at, "reason": reason})
             case Failed() | Expired():
@@ -244,8 +226,17 @@ class ResponseRenderer:
         elif kind in _TEXTS:
             said = {name: item[name] for name in _SAID.get(kind, ("arguments",))}
             yield self._message(f"{_TEXTS[kind]}.done", **position, **said)
+        elif kind == "shell_call":
+            yield from self._tell_commands(item)
         if item.get("status") != "in_progress":
             yield from self._finish(item)
+
+    def _tell_commands(self, item: _Object) -> Iterator[bytes]:
+        for index, command in enumerate(item["action"]["commands"]):
+            place = {"output_index": self._output_indices[item["id"]], "command_index": index}
+            yield self._message("shell_call_command.added", **place, command="")
+            yield self._message("shell_call_command.delta", **place, delta=command)
+            yield self._message("shell_call_command.done", **place, command=command)
 
     def _finish(self, item: _Object) -> Iterator[bytes]:
         id, kind = item["id"], item["type"]
@@ -266,82 +257,3 @@ class ResponseRenderer:
         if number <= self._starting_after:
             return b""
         return sse({"type": f"response.{name}", **fields, "sequence_number": number})
-
-
-def response_object(begun: Begun, turns: Sequence[Turned], ended: Ended | None) -> _Object:
-    """The response that was stored; while it runs, up to its last whole turn."""
-    job = begun.job
-    head = _head(job.id, job.body, int(job.created), job.body["model"])
-    output = [*begun.items, *(item for turn in turns for item in turn.items)]
-    usages, fallbacks = [turn.usage for turn in turns], [turn.fallback for turn in turns]
-    if ended is None:
-        return _response(head, output, usages, fallbacks, "in_progress")
-    error = ErrorBody(**ended.error) if ended.error else None
-    reason = _CUT.get(turns[-1].reason) if turns else None
-    return _response(head, output, usages, fallbacks, ended.status, error, ended.at, reason)
-
-
-def _head(id: str, body: Mapping[str, Any], created: int, model: str) -> _Object:
-    """The fields that repeat the request, without its secrets."""
-    given = {name: value for name, value in body.items() if value is not None}
-    conversation = given.get("conversation")
-    tier = given.get("service_tier", "auto")
-    return {
-        "id": id,
-        "object": "response",
-        "created_at": created,
-        "model": model,
-        **{name: given.get(name, default) for name, default in _DEFAULTS.items()},
-        "conversation": {"id": conversation} if isinstance(conversation, str) else conversation,
-        "reasoning": {"effort": None, "summary": None, **given.get("reasoning", {})},
-        "service_tier": "default" if tier == "auto" else tier,
-        "text": {"format": {"type": "text"}, **given.get("text", {})},
-        "tools": [_shown_tool(tool) for tool in given.get("tools", ())],
-        "truncation": "disabled",  # though "auto" was asked for
-    }
-
-
-def _shown_tool(tool: Mapping[str, Any]) -> _Object:
-    """A tool without its secrets; a function with every field that clients look for."""
-    shown = {name: value for name, value in tool.items() if name not in _SECRETS}
-    return _FUNCTION | shown if tool.get("type") == "function" else shown
-
-
-def _response(
-    head: _Object,
-    output: Items,
-    usages: Iterable[Mapping[str, int]],
-    fallbacks: Iterable[str | None],
-    status: str,
-    error: ErrorBody | None = None,
-    at: float | None = None,
-    reason: str | None = None,
-) -> _Object:
-    return {
-        **head,
-        "status": status,
-        "completed_at": int(at) if at is not None and status == "completed" else None,
-        "error": _error(error) if error else None,
-        "incomplete_details": {"reason": reason or "max_output_tokens"} if status == "incomplete" else None,
-        "output": output,
-        "usage": None if status in ("queued", "in_progress") else _usage(usages),
-        **answered_by(next(filter(None, fallbacks), None)),
-    }
-
-
-def _usage(usages: Iterable[Mapping[str, int]]) -> _Object:
-    total = Counter[str]()
-    for usage in usages:
-        total.update(usage)
-    return {
-        "input_tokens": total["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": total["cached_tokens"], "cache_write_tokens": 0},
-        "output_tokens": total["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": total["reasoning_tokens"]},
-        "total_tokens": total["total_tokens"],
-    }
-
-
-def _error(error: ErrorBody) -> _Object:
-    code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
-    return {"code": code, "message": error.message, "type": error.type, "param": error.param}

@@ -23,7 +23,7 @@ ApiKey = Annotated[str | None, typer.Option(envvar="PENSTOCK_API_KEY", help="API
 
 # Panels of `--help`, each by the first of its settings.
 PANELS = {
-    "image_allowed_urls": "Images",
+    "image_allowed_urls": "Images and documents",
     "allowed_backends": "Plug-ins",
     "models": "Models",
     "host": "Serving",

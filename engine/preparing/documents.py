@@ -1,5 +1,5 @@
-"""The documents of chat messages, read: a text or a PDF, uploaded before or base64 in the request, becomes text between
-tags. For a model that sees, a page of a PDF that shows more than its text says becomes an image."""
+"""The documents of chat messages, read: a text or a PDF, base64 in the request, uploaded before or fetched from a URL,
+becomes text between tags. For a model that sees, a page of a PDF that shows more than its text becomes an image."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from ...schemas.openai.completions import ChatRequest
 from ...schemas.openai.content import (
     NO_FILES,
     FileData,
+    FilePart,
     ImagePart,
     ImageUrl,
     NamedFiles,
@@ -79,22 +80,15 @@ async def read_documents(request: Request, limits: ImageLimits | None, files: Na
 
 
 def with_contents(request: ChatRequest, limits: ImageLimits | None, files: NamedFiles = NO_FILES) -> ChatRequest:
-    """The request with the contents of its documents in their places; `files` are those that it names by their ids.
-    Blocks while PDFs are read.
+    """The request with the contents of its documents in their places; `files` are those that it names by their ids or
+    URLs. Blocks while PDFs are read.
 
     Pages that show more than their text become images as `limits` allows; they are None for a model that sees none. A
     model is told of what it is not shown. Of pages with text so many become images as the request may have with those
     without. Raises `InvalidRequest` where a document has nothing to show, cannot be read, or may not be.
     """
-    count = sum(len(message.files) for message in request.messages)
-    if not count:
+    if not document_parts(request.messages):
         return request
-    if count > MOST_DOCUMENTS:
-        raise InvalidRequest(
-            f"The request has {count} documents; send at most {MOST_DOCUMENTS}.",
-            code="too_many_documents",
-            param="messages",
-        )
     end = time.monotonic() + TIME
     read = [_read(message, f"messages[{index}]", end, limits, files) for index, message in enumerate(request.messages)]
     pages = [page for documents in read for document in documents.values() for page in document.pages]
@@ -103,6 +97,33 @@ def with_contents(request: ChatRequest, limits: ImageLimits | None, files: Named
     places = iter(range(others, MOST_IMAGES))
     messages = [_filled(message, documents, places) for message, documents in zip(request.messages, read, strict=True)]
     return request.model_copy(update={"messages": messages})
+
+
+def document_parts(messages: Sequence[ChatMessage]) -> list[tuple[str, FilePart]]:
+    """The documents of a chat, each with its path. Raises `InvalidRequest` where none may be, for too many, and for one
+    that comes from nowhere or from several places."""
+    found = []
+    for index, message in enumerate(messages):
+        for number, part in message.files:
+            path = f"messages[{index}].content[{number}]"
+            if message.role != "user":
+                raise _refused(path, f"a message with the role {message.role} cannot have documents; send them as user")
+            path += ".file"
+            match part.file.sources:
+                case []:
+                    raise _refused(
+                        path, f"there is no document; {_WHAT_TO_SEND}, in base64 as file_data, or as file_id"
+                    )
+                case [one, another, *_]:
+                    raise _refused(path, f"there is both {one} and {another}; send one of the two")
+            found.append((path, part))
+    if len(found) > MOST_DOCUMENTS:
+        raise InvalidRequest(
+            f"The request has {len(found)} documents; send at most {MOST_DOCUMENTS}.",
+            code="too_many_documents",
+            param="messages",
+        )
+    return found
 
 
 def without_documents(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,10 +142,7 @@ def _read(
     """The documents of a message by their places in it; at `end` on the monotonic clock their time is over."""
     found: dict[int, _Document] = {}
     for index, part in message.files:
-        where = f"{path}.content[{index}]"
-        if message.role != "user":
-            raise _refused(where, f"a message with the role {message.role} cannot have documents; send them as user")
-        name, data, origin = _given(part.file, f"{where}.file", files)
+        name, data, origin = _given(part.file, f"{path}.content[{index}].file", files)
         shown = _BY_DETAIL.get(part.file.detail, limits.pages) if limits else "scans"
         found[index] = _Document(name, _pages(data, origin, end, limits.decoded if limits else 0, shown))
     return found
@@ -173,17 +191,16 @@ def _shown(pages: Sequence[Page], name: str | None, before: str, behind: str) ->
 
 def _given(file: FileData, path: str, files: NamedFiles) -> tuple[str | None, bytes, str]:
     """What a document is called, its bytes, and the path of the parameter that they come from."""
-    if file.file_id is None and file.file_data is None:
-        raise _refused(path, f"there is no document; {_WHAT_TO_SEND}, in base64 as file_data, or as file_id")
     if file.file_data is not None:
-        if file.file_id is not None:
-            raise _refused(path, "there is both file_data and file_id; send one of the two")
         path += ".file_data"
         return file.filename, _decoded(file.file_data, path), path
-    path += ".file_id"
-    if (named := files.get(file.file_id or "")) is None:
-        raise _refused(path, "uploaded files are not known here; send the document in base64 as file_data")
-    return file.filename or named.name, named.data, path
+    if (named := files.get(file.file_id or file.file_url or "")) is not None:
+        return file.filename or named.name, named.data, f"{path}.{file.sources[0]}"
+    if file.file_url is not None:
+        fault = "documents are not fetched here; send the document in base64"
+        raise document_not_fetched(f"{path}.file_url", fault)
+    fault = "uploaded files are not known here; send the document in base64 as file_data"
+    raise _refused(f"{path}.file_id", fault)
 
 
 def _decoded(given: str, path: str) -> bytes:
@@ -238,6 +255,11 @@ def _pages_of_pdf(data: bytes, path: str, end: float, most_pixels: int, shown: S
             while sum(map(len, _kept.values())) > KEPT:
                 _kept.popitem(last=False)
     return [Page(**page) for page in orjson.loads(pages)]
+
+
+def document_not_fetched(path: str, fault: str) -> InvalidRequest:
+    """The error for a URL at `path` that leads to no document."""
+    return InvalidRequest(f"{path}: {fault}.", code="remote_document", param=path)
 
 
 def _refused(path: str, fault: str) -> InvalidRequest:

@@ -75,6 +75,17 @@ class ImageBlock(Marked):
         return {"type": "image_url", "image_url": image}
 
 
+def _given(source: Base64Source | UrlSource | FileSource) -> dict[str, str]:
+    """Where a document's bytes are, as in a part of a chat message."""
+    match source:
+        case FileSource():
+            return {"file_id": source.file_id}
+        case UrlSource():
+            return {"file_url": source.url}
+        case Base64Source():
+            return {"file_data": source.data_url}
+
+
 class TextSource(OpenBody):
     type: Literal["text"]
     media_type: Literal["text/plain"] = "text/plain"
@@ -96,14 +107,14 @@ class DocumentBlock(Marked):
     type: Literal["document"]
     source: Annotated[
         Annotated[Base64Source, Tag("<base64>")]
+        | Annotated[UrlSource, Tag("<url>")]
         | Annotated[FileSource, Tag("<file>")]
         | Annotated[TextSource, Tag("<text>")]
         | Annotated[ContentSource, Tag("<content>")],
         Discriminator(
             lambda source: f"<{source.get('type')}>" if isinstance(source, dict) else None,
             custom_error_type="source_type",
-            custom_error_message="Input should be a source of type base64, file, text or content; documents are not "
-            "fetched",
+            custom_error_message="Input should be a source of type base64, url, file, text or content",
         ),
     ]
     title: str | None = None
@@ -114,10 +125,9 @@ class DocumentBlock(Marked):
     def pieces(self) -> list[dict[str, Any]]:
         """The document as parts of a chat message."""
         match self.source:
-            case Base64Source() | FileSource() as own:
-                given = {"file_id": own.file_id} if isinstance(own, FileSource) else {"file_data": own.data_url}
+            case Base64Source() | UrlSource() | FileSource() as own:
                 about = [{"type": "text", "text": self.context}] if self.context else []
-                return [*about, {"type": "file", "file": {"filename": self.title, **given}}]
+                return [*about, {"type": "file", "file": {"filename": self.title, **_given(own)}}]
             case TextSource() as own:
                 text = own.data
             case ContentSource() as own:

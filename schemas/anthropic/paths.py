@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_IMAGE, _FILE = r"image_url\.(url|file_id)", r"file(\.file_(data|id))?"
+_IMAGE, _FILE = r"image_url\.(url|file_id)", r"file(\.file_(data|id|url))?"
 _NAMES = (
     (re.compile(r"tools\[([0-9]+)\]\.function\.parameters"), r"tools[\1].input_schema"),
     (re.compile(r"tools\[([0-9]+)\]\.function"), r"tools[\1]"),

@@ -12,13 +12,13 @@ from .body import OpenBody
 
 
 class NamedFile(NamedTuple):
-    """A file that its sender uploaded before, and names by its id: its own name, and its bytes."""
+    """A file that a request names by the id of its upload, or by its URL: its own name, and its bytes."""
 
     name: str
     data: bytes
 
 
-NamedFiles = Mapping[str, NamedFile]  # by id
+NamedFiles = Mapping[str, NamedFile]  # by id or URL
 NO_FILES: NamedFiles = MappingProxyType({})
 
 
@@ -48,13 +48,20 @@ class ImagePart(OpenBody):
 
 
 class FileData(OpenBody):
-    """A document: `file_data` is its bytes in base64, alone or in a data URL; `file_id` names an uploaded file.
-    `detail` "low" shows the model no page of a PDF that has text, "high" all; it is Penstock's own."""
+    """A document: `file_data` is its bytes in base64, alone or in a data URL; `file_id` names an uploaded file;
+    `file_url`, which the server may fetch, is Penstock's own. So is `detail`: "low" shows a model that sees no page of
+    a PDF that has text, "high" all."""
 
     filename: str | None = None
     file_data: str | None = None
     file_id: str | None = None
+    file_url: str | None = None
     detail: Literal["auto", "low", "high"] | None = None
+
+    @property
+    def sources(self) -> list[str]:
+        """The fields that say what the document is."""
+        return [name for name in ("file_data", "file_id", "file_url") if getattr(self, name) is not None]
 
 
 class FilePart(OpenBody):

@@ -14,12 +14,13 @@ import orjson
 
 from ..errors import InvalidRequest
 from ..loops import Items, LoopTool
+from .built_in_items import TOOLS, arguments_of_built_in, result_of_built_in
 from .custom_tools import arguments_of
 from .result_images import ResultImages
 
 _REFUSED = "The user did not approve this call."
 _UNFINISHED = "This call was not finished."
-_OF_FILES = ("filename", "file_data", "file_id", "detail")
+_OF_FILES = ("filename", "file_data", "file_id", "file_url", "detail")
 _of_turn = re.compile(r"[a-z]+_([0-9a-f]{32}[0-9]{4})").match  # response and turn: see `turn_items.item_id`
 
 
@@ -67,8 +68,18 @@ def chat_messages(
                 chat.call(item, item["call_id"], functions.get((item.get("namespace", ""), own), own))
             case "custom_tool_call":
                 chat.call(item, item["call_id"], item["name"])
-            case "function_call_output" | "custom_tool_call_output":
-                if not chat.answer(item["call_id"], item["output"]) and index >= before:
+            case "shell_call" | "local_shell_call" | "apply_patch_call" as kind:
+                chat.call(item, item["call_id"], TOOLS[kind])
+            case (
+                "function_call_output"
+                | "custom_tool_call_output"
+                | "shell_call_output"
+                | "local_shell_call_output"
+                | "apply_patch_call_output"
+            ) as kind:
+                is_built_in = kind.removesuffix("_output") in TOOLS
+                output = result_of_built_in(item) if is_built_in else item["output"]
+                if not chat.answer(item["call_id"], output) and index >= before:
                     param = f"input[{index - before}].call_id"
                     raise InvalidRequest(f"{param}: no call before it has the id {item['call_id']!r}.", param=param)
                 chat.answered = True
@@ -98,7 +109,7 @@ class _Chat:
         self._results: list[dict[str, Any]] = []
         self._images = ResultImages()
         self._shown: list[dict[str, Any]] = []  # the content of the last message with images of results
-        self._called: set[str] = set()
+        self._called: dict[str, str] = {}  # the calls' ids, by what results name them
 
     def say(self, role: str, content: str | list[dict[str, Any]]) -> None:
         self.close()
@@ -125,17 +136,26 @@ class _Chat:
         return self._turn
 
     def call(self, item: dict[str, Any], call_id: str, name: str) -> None:
-        is_custom = item["type"] == "custom_tool_call"
-        arguments = arguments_of(item["input"]) if is_custom else _arguments(item["arguments"])
+        match item["type"]:
+            case "custom_tool_call":
+                arguments = arguments_of(item["input"])
+            case kind if kind in TOOLS:
+                arguments = arguments_of_built_in(item)
+            case _:
+                arguments = _arguments(item["arguments"])
         function = {"name": name, "arguments": arguments}
         calls = self.turn(item).setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
-        self._called.add(call_id)
+        self._called[call_id] = call_id
+        if item["type"] == "local_shell_call":  # some results name the item
+            self._called.setdefault(item["id"], call_id)
 
     def answer(self, call_id: str, output: str | list[dict[str, Any]]) -> bool:
         """Add the result of a call; return False if there is no such call."""
-        if call_id not in self._called:
+        known = self._called.get(call_id)
+        if known is None:
             return False
+        call_id = known
         content = _content(output)
         if not isinstance(content, str):
             content = self._images.text([part.get("text", part) for part in content], "\n")

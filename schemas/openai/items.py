@@ -9,48 +9,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
 from ..errors import InvalidRequest
 from ..loops import Items
-from .body import Body, OpenBody
-
-Id = Annotated[str, Field(min_length=1)]
-Status = Literal["in_progress", "completed", "incomplete"]
-
-
-def by_type(fault: str, expected: str) -> Discriminator:
-    """A discriminator of a union: by the `type` of an object, or by the Python type of another value. The tags are
-    `<type>`, which the paths of faults leave out; `fault` is pydantic's name for the fault."""
-    return Discriminator(type_tag, custom_error_type=fault, custom_error_message=f"Input should be {expected}")
-
-
-def type_tag(value: Any) -> str:
-    if isinstance(value, Body):
-        return f"<{getattr(value, 'type', 'dict')}>"
-    if not isinstance(value, dict):
-        return f"<{type(value).__name__}>"
-    return f"<{value.get('type', 'message' if 'role' in value else 'dict')}>"
+from .built_in_items import (
+    ApplyPatchCall,
+    ApplyPatchCallOutput,
+    LocalShellCall,
+    LocalShellCallOutput,
+    ShellCall,
+    ShellCallOutput,
+)
+from .item_base import Id, Item, Part, Status, by_type
 
 
-class _Part(OpenBody):
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_none(cls, value: object) -> object:
-        return {name: one for name, one in value.items() if one is not None} if isinstance(value, dict) else value
-
-
-class _Item(_Part):
-    id: Id | None = None
-
-
-class InputText(_Part):
+class InputText(Part):
     type: Literal["input_text"]
     text: str
     prompt_cache_breakpoint: dict[str, Any] | None = None  # no effect: every prefix is cached
 
 
-class InputImage(_Part):
+class InputImage(Part):
     """`image_url` is a data URL with base64, or one that the server may fetch; `file_id`, in its place, names an
     uploaded file; `detail` as in `content.ImageUrl`."""
 
@@ -66,7 +46,7 @@ class InputImage(_Part):
         return self
 
 
-class InputFile(_Part):
+class InputFile(Part):
     """A document, as in `content.FileData`."""
 
     type: Literal["input_file"]
@@ -78,26 +58,24 @@ class InputFile(_Part):
 
     @model_validator(mode="after")
     def _one_source(self) -> InputFile:
-        if self.file_url is not None:
-            raise ValueError("must have no file_url: documents are not fetched; send file_data or file_id")
-        if (self.file_data is None) == (self.file_id is None):
-            raise ValueError("must have either file_data or file_id")
+        if sum(given is not None for given in (self.file_data, self.file_id, self.file_url)) != 1:
+            raise ValueError("must have one of file_data, file_id and file_url")
         return self
 
 
-class OutputText(_Part):
+class OutputText(Part):
     type: Literal["output_text"]
     text: str
     annotations: list[dict[str, Any]] = Field(default_factory=list)
     logprobs: list[dict[str, Any]] | None = None
 
 
-class Refusal(_Part):
+class Refusal(Part):
     type: Literal["refusal"]
     refusal: str
 
 
-Part = Annotated[
+ContentPart = Annotated[
     Annotated[InputText, Tag("<input_text>")]
     | Annotated[InputImage, Tag("<input_image>")]
     | Annotated[InputFile, Tag("<input_file>")]
@@ -109,12 +87,12 @@ Part = Annotated[
     ),
 ]
 Content = Annotated[
-    Annotated[str, Tag("<str>")] | Annotated[list[Part], Tag("<list>")],
+    Annotated[str, Tag("<str>")] | Annotated[list[ContentPart], Tag("<list>")],
     by_type("content_type", "a string or a list of parts"),
 ]
 
 
-class MessageItem(_Item):
+class MessageItem(Item):
     """`phase` has no effect."""
 
     type: Literal["message"] = "message"
@@ -132,17 +110,17 @@ class MessageItem(_Item):
         return self
 
 
-class SummaryText(_Part):
+class SummaryText(Part):
     type: Literal["summary_text"]
     text: str
 
 
-class ReasoningText(_Part):
+class ReasoningText(Part):
     type: Literal["reasoning_text"]
     text: str
 
 
-class Reasoning(_Item):
+class Reasoning(Item):
     """A thought in plain text; Penstock cannot read one that another server has encrypted."""
 
     type: Literal["reasoning"]
@@ -158,7 +136,7 @@ class Reasoning(_Item):
         return self
 
 
-class FunctionCall(_Item):
+class FunctionCall(Item):
     type: Literal["function_call"]
     call_id: Id
     name: Id
@@ -167,14 +145,14 @@ class FunctionCall(_Item):
     status: Status | None = None
 
 
-class FunctionCallOutput(_Item):
+class FunctionCallOutput(Item):
     type: Literal["function_call_output"]
     call_id: Id
     output: Content
     status: Status | None = None
 
 
-class CustomToolCall(_Item):
+class CustomToolCall(Item):
     type: Literal["custom_tool_call"]
     call_id: Id
     name: Id
@@ -182,28 +160,28 @@ class CustomToolCall(_Item):
     status: Status | None = None
 
 
-class CustomToolCallOutput(_Item):
+class CustomToolCallOutput(Item):
     type: Literal["custom_tool_call_output"]
     call_id: Id
     output: Content
     status: Status | None = None
 
 
-class ListedTool(_Part):
+class ListedTool(Part):
     name: str
     input_schema: Any
     description: str | None = None
     annotations: Any = None
 
 
-class McpListTools(_Item):
+class McpListTools(Item):
     type: Literal["mcp_list_tools"]
     server_label: str
     tools: list[ListedTool]
     error: str | dict[str, Any] | None = None
 
 
-class McpCall(_Item):
+class McpCall(Item):
     type: Literal["mcp_call"]
     server_label: str
     name: Id
@@ -214,7 +192,7 @@ class McpCall(_Item):
     status: Literal["in_progress", "completed", "incomplete", "calling", "failed"] | None = None
 
 
-class McpApprovalRequest(_Item):
+class McpApprovalRequest(Item):
     type: Literal["mcp_approval_request"]
     id: Id
     server_label: str
@@ -222,14 +200,14 @@ class McpApprovalRequest(_Item):
     arguments: str
 
 
-class McpApprovalResponse(_Item):
+class McpApprovalResponse(Item):
     type: Literal["mcp_approval_response"]
     approval_request_id: str
     approve: bool
     reason: str | None = None
 
 
-class ItemReference(_Part):
+class ItemReference(Part):
     type: Literal["item_reference"] = "item_reference"
     id: Id
 
@@ -241,6 +219,12 @@ InputItem = Annotated[
     | Annotated[FunctionCallOutput, Tag("<function_call_output>")]
     | Annotated[CustomToolCall, Tag("<custom_tool_call>")]
     | Annotated[CustomToolCallOutput, Tag("<custom_tool_call_output>")]
+    | Annotated[ShellCall, Tag("<shell_call>")]
+    | Annotated[ShellCallOutput, Tag("<shell_call_output>")]
+    | Annotated[LocalShellCall, Tag("<local_shell_call>")]
+    | Annotated[LocalShellCallOutput, Tag("<local_shell_call_output>")]
+    | Annotated[ApplyPatchCall, Tag("<apply_patch_call>")]
+    | Annotated[ApplyPatchCallOutput, Tag("<apply_patch_call_output>")]
     | Annotated[McpListTools, Tag("<mcp_list_tools>")]
     | Annotated[McpCall, Tag("<mcp_call>")]
     | Annotated[McpApprovalRequest, Tag("<mcp_approval_request>")]
@@ -250,8 +234,9 @@ InputItem = Annotated[
     by_type(
         "item_kind",
         "an item of type message, reasoning, function_call, function_call_output, custom_tool_call, "
-        "custom_tool_call_output, mcp_list_tools, mcp_call, mcp_approval_request, mcp_approval_response or "
-        "item_reference; others belong to tools that are not supported",
+        "custom_tool_call_output, shell_call, shell_call_output, local_shell_call, local_shell_call_output, "
+        "apply_patch_call, apply_patch_call_output, mcp_list_tools, mcp_call, mcp_approval_request, "
+        "mcp_approval_response or item_reference; others belong to tools that are not supported",
     ),
 ]
 
@@ -262,10 +247,17 @@ _PREFIXES = {
     "function_call_output": "fco",
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
+    "shell_call": "sh",
+    "shell_call_output": "sho",
+    "local_shell_call": "lsh",
+    "local_shell_call_output": "lsho",
+    "apply_patch_call": "apc",
+    "apply_patch_call_output": "apco",
     "mcp_list_tools": "mcpl",
     "mcp_call": "mcp",
     "mcp_approval_response": "mcpa",
 }
+_WITHOUT_STATUS = (Reasoning, McpListTools, McpCall, McpApprovalRequest, McpApprovalResponse, ItemReference)
 
 
 class Approval(NamedTuple):
@@ -284,8 +276,11 @@ def input_items(given: str | Sequence[InputItem] | None, owner: str) -> Items:
 
 
 def _in_full(item: InputItem, stem: str) -> dict[str, Any]:
-    whole = {"id": f"{_PREFIXES.get(item.type)}_{stem}"} | item.model_dump(exclude_none=True)
-    if isinstance(item, MessageItem | FunctionCall | FunctionCallOutput | CustomToolCall | CustomToolCallOutput):
+    own = f"{_PREFIXES.get(item.type)}_{stem}"
+    whole = {"id": own} | item.model_dump(exclude_none=True)
+    if isinstance(item, LocalShellCallOutput) and item.call_id is None:
+        whole |= {"id": own, "call_id": item.id}
+    if not isinstance(item, _WITHOUT_STATUS):
         whole.setdefault("status", "completed")
     if isinstance(item, MessageItem):
         kind = {"type": "output_text", "annotations": []} if item.role == "assistant" else {"type": "input_text"}

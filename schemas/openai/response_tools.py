@@ -1,5 +1,6 @@
-"""The tools of a Responses request: functions and custom tools that the client runs, MCP servers whose tools Penstock
-runs, and the choice of tools that the model may or must call. The tools of OpenAI's servers are ignored."""
+"""The tools of a Responses request: those that the client runs (functions, custom tools, and some of OpenAI's), MCP
+servers whose tools Penstock runs, and the choice of tools that the model may or must call. What OpenAI's servers run is
+ignored."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from ..errors import InvalidRequest
 from ..jobs import TOKEN_PATTERN
 from ..loops import LoopTool, Source
 from .body import Body, OpenBody
+from .built_in_tools import DEFINITIONS
 from .chat import Function, InputGrammar
-from .items import by_type, type_tag
+from .item_base import by_type, type_tag
 
 
 class _Direct(Body):
@@ -64,6 +66,56 @@ class CustomTool(_Direct):
         return {"type": "custom", "custom": custom}
 
 
+class LocalSkill(Body):
+    name: str
+    description: str
+    path: str
+
+
+class LocalEnvironment(Body):
+    """The client's own machine, with the skills that it has there."""
+
+    type: Literal["local"]
+    skills: list[LocalSkill] | None = None
+
+
+def _not_of_container(value: object) -> object:
+    if isinstance(value, dict) and str(value.get("type")).startswith("container"):
+        raise ValueError("must be of type local: the commands are for your program to run, there are no containers")
+    return value
+
+
+class BuiltInTool(_Direct):
+    """A tool of OpenAI's that the client runs; the model sees a function of this name."""
+
+    type: Literal["local_shell", "apply_patch"]
+
+    @property
+    def name(self) -> str:
+        return self.type
+
+    @property
+    def in_chat(self) -> dict[str, Any]:
+        """The tool as a chat has it."""
+        return {"type": "function", "function": {"name": self.name, **DEFINITIONS[self.name]}}
+
+
+class ShellTool(BuiltInTool):
+    """Without an `environment`, too, the client runs the commands."""
+
+    type: Literal["shell"]  # type: ignore[assignment]
+    environment: Annotated[LocalEnvironment | None, BeforeValidator(_not_of_container)] = None
+
+    @property
+    def in_chat(self) -> dict[str, Any]:
+        tool = super().in_chat
+        if self.environment and self.environment.skills:
+            skills = [f"{skill.name} (in {skill.path}): {skill.description}" for skill in self.environment.skills]
+            told = "\n".join([tool["function"]["description"], "There are directories with instructions:", *skills])
+            tool["function"]["description"] = told
+        return tool
+
+
 class NamespaceTool(_Direct):
     """Functions under a common name. `description` has no effect: the model sees those of the functions."""
 
@@ -96,6 +148,7 @@ def namespaced(tools: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, str]]
     unless another function has it, too."""
     known = [*tools]
     own = [tool["name"] for tool in known if tool["type"] in ("function", "custom")]
+    own += [tool["type"] for tool in known if tool["type"] in DEFINITIONS]
     inside = [(tool["name"], each["name"]) for tool in known if tool["type"] == "namespace" for each in tool["tools"]]
     times = Counter([*own, *(name for _, name in inside)])
     return {name if times[name] == 1 else tool_name(f"{space}__{name}"): (space, name) for space, name in inside}
@@ -184,18 +237,22 @@ def _tool_tag(value: Any) -> str:
 Tool = Annotated[
     Annotated[FunctionTool, Tag("<function>")]
     | Annotated[CustomTool, Tag("<custom>")]
+    | Annotated[ShellTool, Tag("<shell>")]
+    | Annotated[BuiltInTool, Tag("<local_shell>")]
+    | Annotated[BuiltInTool, Tag("<apply_patch>")]
     | Annotated[NamespaceTool, Tag("<namespace>")]
     | Annotated[McpTool, Tag("<mcp>")]
     | Annotated[HostedTool, Tag("<hosted>")],
     Discriminator(
         _tool_tag,
         custom_error_type="tool_kind",
-        custom_error_message="Input should be a tool of type function, custom, namespace or mcp; there are no others",
+        custom_error_message="Input should be a tool of type function, custom, shell, local_shell, apply_patch, "
+        "namespace or mcp; there are no others",
     ),
 ]
 
 
-Offered = FunctionTool | CustomTool | LoopTool  # what the model may call
+Offered = FunctionTool | CustomTool | BuiltInTool | LoopTool  # what the model may call
 
 
 class ChosenFunction(Body):
@@ -206,6 +263,19 @@ class ChosenFunction(Body):
 
     def covers(self, tool: Offered) -> bool:
         return isinstance(tool, FunctionTool | CustomTool) and tool.name == self.name
+
+
+class ChosenBuiltIn(Body):
+    """OpenAI's API cannot choose `local_shell` by itself, only among allowed tools."""
+
+    type: Literal["shell", "local_shell", "apply_patch"]
+
+    @property
+    def name(self) -> str:
+        return self.type
+
+    def covers(self, tool: Offered) -> bool:
+        return isinstance(tool, BuiltInTool) and tool.name == self.name
 
 
 class ChosenMcp(Body):
@@ -227,8 +297,11 @@ class AllowedTools(Body):
             Annotated[
                 Annotated[ChosenFunction, Tag("<function>")]
                 | Annotated[ChosenFunction, Tag("<custom>")]
+                | Annotated[ChosenBuiltIn, Tag("<shell>")]
+                | Annotated[ChosenBuiltIn, Tag("<local_shell>")]
+                | Annotated[ChosenBuiltIn, Tag("<apply_patch>")]
                 | Annotated[ChosenMcp, Tag("<mcp>")],
-                by_type("tool_kind", "a tool of type function, custom or mcp"),
+                by_type("tool_kind", "a tool of type function, custom, shell, local_shell, apply_patch or mcp"),
             ]
         ],
         Field(min_length=1, max_length=MAX_TOOLS),
@@ -239,13 +312,18 @@ ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<str>")]
     | Annotated[ChosenFunction, Tag("<function>")]
     | Annotated[ChosenFunction, Tag("<custom>")]
+    | Annotated[ChosenBuiltIn, Tag("<shell>")]
+    | Annotated[ChosenBuiltIn, Tag("<apply_patch>")]
     | Annotated[ChosenMcp, Tag("<mcp>")]
     | Annotated[AllowedTools, Tag("<allowed_tools>")],
-    by_type("choice_kind", "none, auto, required, or an object of type function, custom, mcp or allowed_tools"),
+    by_type(
+        "choice_kind",
+        "none, auto, required, or an object of type function, custom, shell, apply_patch, mcp or allowed_tools",
+    ),
 ]
 
 
-def chosen(tools: Iterable[Offered], choice: ChosenFunction | ChosenMcp) -> list[Offered]:
+def chosen(tools: Iterable[Offered], choice: ChosenFunction | ChosenBuiltIn | ChosenMcp) -> list[Offered]:
     """The tools that a choice covers. Raises `InvalidRequest` if there is none."""
     if found := [tool for tool in tools if choice.covers(tool)]:
         return found

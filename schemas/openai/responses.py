@@ -20,9 +20,12 @@ from ..params import GenerationParams
 from .body import Body, ModelName, Unsupported
 from .chat import JsonSchema
 from .completions import TIERS, parse_body, refusal
-from .items import InputItem, by_type
+from .item_base import by_type
+from .items import InputItem
 from .response_tools import (
     AllowedTools,
+    BuiltInTool,
+    ChosenBuiltIn,
     ChosenFunction,
     ChosenMcp,
     CustomTool,
@@ -157,8 +160,8 @@ class ResponsesRequest(Body):
     truncation: Literal["auto", "disabled"] | None = None  # an input that is too long is refused in any case
 
     @property
-    def client_tools(self) -> list[FunctionTool | CustomTool]:
-        """The functions, under their names for the model, and the custom tools."""
+    def client_tools(self) -> list[FunctionTool | CustomTool | BuiltInTool]:
+        """The functions, under their names for the model, the custom tools, and those of OpenAI's."""
         inside = {
             (space.name, tool.name): tool
             for space in self.tools or ()
@@ -166,7 +169,8 @@ class ResponsesRequest(Body):
             for tool in space.tools
         }
         named = [inside[key].model_copy(update={"name": name}) for name, key in self.namespaced.items()]
-        return [*(tool for tool in self.tools or () if isinstance(tool, FunctionTool | CustomTool)), *named]
+        own = (tool for tool in self.tools or () if isinstance(tool, FunctionTool | CustomTool | BuiltInTool))
+        return [*own, *named]
 
     @property
     def namespaced(self) -> dict[str, tuple[str, str]]:
@@ -177,6 +181,10 @@ class ResponsesRequest(Body):
     @property
     def custom_names(self) -> frozenset[str]:
         return frozenset(tool.name for tool in self.tools or () if isinstance(tool, CustomTool))
+
+    @property
+    def built_in_names(self) -> frozenset[str]:
+        return frozenset(tool.name for tool in self.tools or () if isinstance(tool, BuiltInTool))
 
     @property
     def mcp_tools(self) -> list[McpTool]:
@@ -229,7 +237,9 @@ class ResponsesRequest(Body):
             fault = f"tools: {len(offered)} functions and tools of servers exceed {MAX_TOOLS}; use allowed_tools."
             raise InvalidRequest(fault, param="tools")
         if offered:
-            body["tools"] = [tool.in_chat if isinstance(tool, CustomTool) else _in_chat(tool) for tool in offered]
+            body["tools"] = [
+                tool.in_chat if isinstance(tool, CustomTool | BuiltInTool) else _in_chat(tool) for tool in offered
+            ]
             body["tool_choice"] = choice if tools_allowed else "none"
         return body
 
@@ -243,7 +253,7 @@ class ResponsesRequest(Body):
             case AllowedTools(mode=mode, tools=choices):
                 covered = {id(tool) for choice in choices for tool in chosen(tools, choice)}
                 return [tool for tool in tools if id(tool) in covered], mode if first else "auto"
-            case ChosenFunction() | ChosenMcp() as choice if first:
+            case ChosenFunction() | ChosenBuiltIn() | ChosenMcp() as choice if first:
                 found = chosen(tools, choice)
                 if choice.name is None:
                     return found, "required"
@@ -297,7 +307,8 @@ def _faults(request: ResponsesRequest) -> Iterable[tuple[str, str]]:
         if isinstance(tool, NamespaceTool) and len({one.name for one in tool.tools}) < len(tool.tools):
             yield f"tools[{index}].tools", "two functions have the same name; rename one"
         part, name = ("server_label", tool.server_label) if isinstance(tool, McpTool) else ("name", tool.name)
-        kind = "function" if isinstance(tool, CustomTool) else tool.type  # the model sees no difference
+        part = "type" if isinstance(tool, BuiltInTool) else part
+        kind = "function" if isinstance(tool, CustomTool | BuiltInTool) else tool.type  # the model sees no difference
         if (key := f"{kind} {name}") in names:
             yield f"tools[{index}].{part}", f"{name!r} is defined twice; rename one"
         names.add(key)
@@ -310,7 +321,8 @@ def _faults(request: ResponsesRequest) -> Iterable[tuple[str, str]]:
         len(tool.tools) for tool in request.tools or () if isinstance(tool, NamespaceTool)
     ):
         yield "tools", "two functions of namespaces have the same name for the model; rename one"
-    functions = {tool.name for tool in request.client_tools}
+    built_in = {tool.name for tool in request.client_tools if isinstance(tool, BuiltInTool)}
+    functions = {tool.name for tool in request.client_tools} - built_in
     labels = {tool.server_label for tool in request.mcp_tools}
     choice = request.tool_choice
     if choice == "required" and not names:
@@ -319,5 +331,7 @@ def _faults(request: ResponsesRequest) -> Iterable[tuple[str, str]]:
     for one in choices:
         if isinstance(one, ChosenFunction) and one.name not in functions:
             yield "tool_choice", f"there is no function {one.name!r}"
+        if isinstance(one, ChosenBuiltIn) and one.name not in built_in:
+            yield "tool_choice", f"there is no tool of type {one.name!r}"
         if isinstance(one, ChosenMcp) and not any(one.server_label in (None, label) for label in labels):
             yield "tool_choice", f"there is no server {one.server_label!r}"

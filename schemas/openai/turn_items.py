@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..events import FinishReason, Token, TokenLogprob, ToolCallDelta
 from ..loops import Items, TurnId
+from .built_in_items import TOOLS, begun_call, built_in_call
 from .custom_tools import InputReader
 
 _WHOLE: tuple[FinishReason, ...] = ("stop", "stop_sequence", "tool_calls")
@@ -20,6 +21,9 @@ _PREFIXES = {
     "message": "msg",
     "function_call": "fc",
     "custom_tool_call": "ctc",
+    "shell_call": "sh",
+    "local_shell_call": "lsh",
+    "apply_patch_call": "apc",
     "mcp_call": "mcp",
     "mcp_list_tools": "mcpl",
     "mcp_approval_request": "mcpr",
@@ -44,8 +48,10 @@ def item_id(kind: str, turn: TurnId, number: int) -> str:
 
 class TurnItems:
     """Takes the tokens of the turn `job` in order. `calls` is as in the event `Turn`; names that it lacks are functions
-    of the client, some in namespaces (`namespaced`, as in `response_tools`), or its `custom` tools. A call that a
-    person must approve becomes an approval request, which appears when it is complete."""
+    of the client, some in namespaces (`namespaced`, as in `response_tools`), or its `custom` tools, or
+    tools that are `built_in`. A call that a person must approve becomes an approval request; this, and the calls of
+    tools that are built in, appear when they are complete. One of the latter whose arguments are cut off, or not what
+    the tool takes, appears as the call of a function."""
 
     def __init__(
         self,
@@ -54,6 +60,7 @@ class TurnItems:
         *,
         namespaced: Mapping[str, tuple[str, str]] = MappingProxyType({}),
         custom: frozenset[str] = frozenset(),
+        built_in: frozenset[str] = frozenset(),
         logprobs: bool = False,
     ) -> None:
         """Raises `ValueError` for a job that is not a turn."""
@@ -64,11 +71,12 @@ class TurnItems:
         self._calls = calls
         self._namespaced = namespaced
         self._custom = custom
+        self._built_in = built_in
         self._logprobs = logprobs
         self._closed: Items = []
         self._call = -1  # index of the newest call
         self._open: dict[str, Any] | None = None  # as it began
-        self._asks = False  # whether the open item is a call that a person must approve
+        self._is_hidden = False  # the open item, a call that a person must approve or of a tool that is built in
         self._input: InputReader | None = None  # of the open item, if it is a call of a custom tool
         self._texts: list[str] = []  # of the open item
         self._open_logprobs: list[dict[str, Any]] = []  # log-probabilities of the open item
@@ -78,7 +86,7 @@ class TurnItems:
     @property
     def items(self) -> Items:
         """All items so far; the last may be in progress."""
-        if self._open is None or self._asks:
+        if self._open is None or self._is_hidden:
             return list(self._closed)
         return [*self._closed, self._whole(self._open, "in_progress")]
 
@@ -131,24 +139,24 @@ class TurnItems:
             space, name = self._namespaced.get(known, (None, known))
             named = {"call_id": call.id, "name": name, "arguments": "", "status": "in_progress"}
             named |= {"namespace": space} if space else {}
-            yield from self._begin("function_call", named)
+            yield from self._begin("function_call", named, hidden=known in self._built_in)
         else:
             named = {"server_label": source["label"], "name": source["tool"], "arguments": "", "status": "in_progress"}
             unanswered = {"approval_request_id": None, "output": None, "error": None}
-            yield from self._begin("mcp_call", named | unanswered, asks=source["approval"])
+            yield from self._begin("mcp_call", named | unanswered, hidden=source["approval"])
 
-    def _begin(self, kind: str, fields: dict[str, Any], *, asks: bool = False) -> Iterator[Change]:
+    def _begin(self, kind: str, fields: dict[str, Any], *, hidden: bool = False) -> Iterator[Change]:
         self._open = {"id": self._id(kind), "type": kind, **fields}
-        self._asks = asks
+        self._is_hidden = hidden
         self._texts, self._open_logprobs = [], []
-        if not asks:
+        if not hidden:
             yield Change("begun", self._open)
 
     def _add(self, text: str, logprobs: tuple[dict[str, Any], ...] = ()) -> Iterator[Change]:
         if text and self._open is not None:
             self._texts.append(text)
             self._open_logprobs += logprobs
-            if not self._asks:
+            if not self._is_hidden:
                 yield Change("more", self._open, text, logprobs)
 
     def _close(self, status: str) -> Iterator[Change]:
@@ -158,9 +166,11 @@ class TurnItems:
                 self._input = None
             # Text after a call shows that the call is complete.
             whole = self._whole(self._open, "completed" if self._waiting else status)
-            if self._asks and whole["type"] == "mcp_approval_request":
+            if self._is_hidden and whole["type"] == "mcp_approval_request":
                 yield Change("begun", whole)
-            elif self._asks:
+            elif self._is_hidden and whole["type"] in TOOLS:
+                yield Change("begun", begun_call(whole))
+            elif self._is_hidden:
                 yield Change("begun", self._open)
                 if whole["arguments"]:
                     yield Change("more", self._open, whole["arguments"])
@@ -180,10 +190,16 @@ class TurnItems:
             case "message":
                 part = {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._open_logprobs)}
                 return item | {"content": [part], "status": status}
-            case "mcp_call" if self._asks and status == "completed":
+            case "mcp_call" if self._is_hidden and status == "completed":
                 kind = "mcp_approval_request"
                 named = {"server_label": item["server_label"], "name": item["name"]}
                 return {"id": self._id(kind), "type": kind, **named, "arguments": text}
+            case "function_call" if (
+                self._is_hidden
+                and status == "completed"
+                and (made := built_in_call(item["name"], item["call_id"], text)) is not None
+            ):
+                return {"id": self._id(made["type"]), **made}
             case "mcp_call" if status == "completed":
                 return item | {"arguments": text}
             case "custom_tool_call":

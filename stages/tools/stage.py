@@ -17,6 +17,7 @@ from ...schemas.errors import BrokerUnavailable, DeadlineExceeded, GenerationFai
 from ...schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, FinishReason, Turn, Usage
 from ...schemas.jobs import Job
 from ...schemas.loops import Begun, Ended, Items, LoopJob, LoopTool, Step, Turned, TurnId
+from ...schemas.openai.built_in_items import TOOLS as BUILT_IN_TOOLS
 from ...schemas.openai.item_files import files_named
 from ...schemas.openai.item_messages import chat_messages
 from ...schemas.openai.items import approved_calls
@@ -54,7 +55,12 @@ from .spans import link_response
 MAX_TURNS = 10
 INCOMPLETE = ("length", "content_filter")  # finish reasons
 REFUSED = (400, 404, 413, 429, 503)  # statuses with which the first turn may be refused
-_CLIENTS = {"function_call", "custom_tool_call", "mcp_approval_request"}  # items that the client answers
+_CLIENTS = {
+    "function_call",
+    "custom_tool_call",
+    "mcp_approval_request",
+    *BUILT_IN_TOOLS,
+}  # items that the client answers
 MAX_PAUSE = 30.0  # seconds before a turn that the server had no capacity for is requested again
 
 Status = Literal["completed", "failed", "incomplete", "cancelled"]
@@ -274,8 +280,14 @@ class Tools(Stage):
             case Cancelled():
                 await self._end(stored, "cancelled")
             case Done(finish_reasons=(reason, *_), usage=usage, fallback=fallback):
-                named, custom, logprobs = asked.namespaced, asked.custom_names, asked.wants_logprobs
-                fold = TurnItems(str(turn), begun.callable, namespaced=named, custom=custom, logprobs=logprobs)
+                fold = TurnItems(
+                    str(turn),
+                    begun.callable,
+                    namespaced=asked.namespaced,
+                    custom=asked.custom_names,
+                    built_in=asked.built_in_names,
+                    logprobs=asked.wants_logprobs,
+                )
                 for token in tokens:
                     fold.feed(token)
                 fold.finish(reason)

@@ -1,5 +1,5 @@
-"""What a request may have to wait for before it is validated: images to be fetched, documents to be read, and grammars
-to be compiled. Others pass it meanwhile, and no tenant keeps these from another."""
+"""What a request may have to wait for before it is validated: images and documents to be fetched, documents to be read,
+and grammars to be compiled. Others pass it meanwhile, and no tenant keeps these from another."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from ...engine.grammar.checker import GrammarChecker
 from ...engine.preparing.documents import READERS, has_files, read_documents
 from ...engine.preparing.prepare import Preparer
 from ...schemas.errors import DeadlineExceeded
+from ...schemas.openai.content import NamedFile
 from ...schemas.params import Grammar
 from ...schemas.registry import ModelCard
 from ...streams.gate import FairGate
 from ...streams.stores.named_files import NamedFileStore
 from ..contract import Pipe
 from ..visits import leave_turn
-from .remote_images import RemoteImages
+from .remote_files import RemoteFiles, name_of
 
-FETCHED_TOGETHER = 16  # requests whose images are fetched at the same time
+FETCHED_TOGETHER = 16  # requests whose images and documents are fetched at the same time
 
 Request = TypeVar("Request")
 
@@ -45,9 +46,9 @@ class SlowParts:
         self._grammars = grammars
         self._compiling = FairGate(1, "grammars to be compiled")
         self._pipe = pipe
-        self._remote = RemoteImages(pipe.settings.image_allowed_urls)
+        self._remote = RemoteFiles(pipe.settings.image_allowed_urls, pipe.settings.document_allowed_urls)
         self._files = NamedFileStore(pipe.broker, pipe.settings.max_body_size)
-        self._fetching = FairGate(FETCHED_TOGETHER, "images to be fetched", share=FETCHED_TOGETHER // 2)
+        self._fetching = FairGate(FETCHED_TOGETHER, "images and documents to be fetched", share=FETCHED_TOGETHER // 2)
         self._reading = FairGate(READERS, "files to be read")
 
     @asynccontextmanager
@@ -60,16 +61,18 @@ class SlowParts:
         Raises what `NamedFileStore.read` raises, too.
         """
         fetched: dict[str, bytes] = {}
-        if preparer.sees and (wanted := self._remote.wanted(request)):
+        if wanted := self._remote.wanted(request, sees=preparer.sees):
             async with self._turn(self._fetching, waiter):
                 fetched = await self._remote.fetch(wanted)
         if not has_files(request):
             yield request, fetched
             return
-        async with self._turn(self._reading, waiter):
-            files = await self._files.read(waiter.tenant, request)
+        held = waiter.size + sum(map(len, fetched.values()))
+        async with self._turn(self._reading, waiter._replace(size=held)):
+            named = await self._files.read(waiter.tenant, request)
+            files = {**named, **{url: NamedFile(name_of(url), data) for url, data in fetched.items()}}
             read = await read_documents(request, preparer.limits, files)
-            yield cast(Request, read), fetched | {id: file.data for id, file in files.items()}
+            yield cast(Request, read), fetched | {id: file.data for id, file in named.items()}
 
     async def check(self, grammar: Grammar, model: ModelCard, param: str, waiter: Waiter) -> None:
         """Return if the model can follow the grammar. Raises `ModelLoadError`, too."""

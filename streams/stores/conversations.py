@@ -74,15 +74,17 @@ class Conversations:
     async def create(self, tenant: str, conversation: Conversation) -> None:
         await self._heads.create(f"{tenant}.{conversation.id}", conversation.model_dump_json().encode())
 
-    async def items(self, tenant: str, conversation: Conversation, parts: int | None = None) -> Items:
-        """Its items, or those of its first `parts`, oldest first."""
+    async def items(
+        self, tenant: str, conversation: Conversation, parts: int | None = None, *, removed: bool = False
+    ) -> Items:
+        """Its items, or those of its first `parts`, oldest first; with `removed`, deleted ones, too."""
         names = conversation.parts[:parts]
         found: Items = []
         for first in range(0, len(names), AT_ONCE):
             reading = (self._part(f"{tenant}.{conversation.id}.{name}") for name in names[first : first + AT_ONCE])
             for items in await asyncio.gather(*reading):
                 found += items
-        return [item for item in found if item["id"] not in conversation.removed]
+        return found if removed else [item for item in found if item["id"] not in conversation.removed]
 
     async def add(self, tenant: str, id: str, part: str, items: Items) -> None:
         """Add items as a part of that name; harmless if the conversation is deleted."""

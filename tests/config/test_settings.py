@@ -71,6 +71,7 @@ def _values(name: str) -> st.SearchStrategy[Any]:
         return st.lists(servers.map("".join), min_size=1, max_size=3).map(",".join)
     if name in (
         "image_allowed_urls",
+        "document_allowed_urls",
         "mcp_allowed_urls",
         "tool_functions",
         "tool_grants",

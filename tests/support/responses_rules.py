@@ -39,7 +39,11 @@ _ORDERS = {  # of an item's events behind its beginning, by its type
     "mcp_call": r"mcp_call\.in_progress " + _CALLED.format("mcp_call_arguments") + _RUN.format("mcp_call"),
     "mcp_list_tools": r"mcp_list_tools\.in_progress" + _RUN.format("mcp_list_tools"),
     "mcp_approval_request": r"output_item\.done",
+    "shell_call": r"(shell_call_command\.added shell_call_command\.delta shell_call_command\.done )+output_item\.done",
+    "local_shell_call": r"output_item\.done",
+    "apply_patch_call": r"output_item\.done",
 }
+_FILLED = ("action", "operation")  # what a call asks the client to do is empty as it begins
 _ENDS = ("response.completed", "response.incomplete", "response.failed")
 _STATUSES = {
     "response.completed": ("completed",),
@@ -160,7 +164,8 @@ class _Items:
         item, told = self._begun[place], self._told[place]
         assert place not in self._done, "an item goes on after its end"
         is_whole = event["type"] == "response.output_item.done"
-        assert (event["item"]["id"] if is_whole else event["item_id"]) == item["id"]
+        if "command_index" not in event:
+            assert (event["item"]["id"] if is_whole else event["item_id"]) == item["id"]
         assert event.get("content_index", 0) == 0
         name, text = event["type"].removeprefix("response."), _TEXTS.get(item["type"])
         told.append(name)
@@ -174,6 +179,10 @@ class _Items:
             assert event.get("logprobs", []) == self._heard[place]
             # OpenAI's schema requires it, and clients in Java that are generated from it; the official types forget it.
             assert item["type"] != "function_call" or event["name"] == item["name"]
+        elif name == "shell_call_command.delta":
+            self._texts[place] += event["delta"]
+        elif name == "shell_call_command.done":
+            assert self._texts[place].endswith(event["command"])
         elif name == "content_part.added":
             assert not event["part"]["text"]
         elif name == "content_part.done":
@@ -189,13 +198,15 @@ class _Items:
     def _check_done(self, item: Event, place: int) -> None:
         begun, kind = self._begun[place], item["type"]
         assert re.fullmatch(_ORDERS[kind], " ".join(self._told[place])), self._told[place]
-        fixed = begun.keys() - {"status", "content", "arguments", "input", "output", "error", "tools"}
+        fixed = begun.keys() - {"status", "content", "arguments", "input", "output", "error", "tools", *_FILLED}
         assert {name: item[name] for name in fixed} == {name: begun[name] for name in fixed}
         if kind in ("message", "reasoning"):
             [part] = item["content"]
             self._check_part(part, place)
         elif kind in _TEXTS:
             assert item["input" if kind == "custom_tool_call" else "arguments"] == self._texts[place]
+        if kind == "shell_call":
+            assert "".join(item["action"]["commands"]) == self._texts[place]
         if kind in ("mcp_call", "mcp_list_tools"):
             assert (f"{kind}.failed" in self._told[place]) == (item["error"] is not None)
         if kind == "mcp_call":

@@ -242,6 +242,8 @@ async def test_a_batch_of_refusals_alone_has_no_output(office: Office) -> None:
         (line("a") | {"url": "/v1/completions"}, "invalid_url", "url"),
         (line("a", stream=True), "invalid_value", "body.stream"),
         (line("a", keep_alive=0), "unsupported_parameter", "body.keep_alive"),
+        (line("a") | {"temperature": 0, "note": "mine"}, "unsupported_parameter", "temperature"),
+        (line("a") | {"model": "echo"}, "unsupported_parameter", "model"),
         (line("a", deep=json.loads("[" * 600 + "]" * 600)), "invalid_json_line", None),
     ],
 )  # fmt: skip
@@ -249,6 +251,11 @@ def test_a_malformed_line_is_told(raw: Any, code: str, param: str | None) -> Non
     with pytest.raises(InvalidRequest) as caught:
         read_line(jsonl([raw]), CHAT)
     assert (caught.value.code, caught.value.param) == (code, param)
+
+
+def test_notes_may_stand_beside_a_body() -> None:
+    given = line("a") | {"note": "mine", "metadata": {"run": 7}}
+    assert read_line(jsonl([given]), CHAT) == given
 
 
 @pytest.mark.parametrize(

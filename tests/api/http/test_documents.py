@@ -46,9 +46,12 @@ def test_in_a_response_and_the_result_of_its_tool(echo_server: Served) -> None:
             max_output_tokens=600,
         )
         assert f"[document 1]\n{SHOWN}" in answer.output_text
-        with pytest.raises(openai.BadRequestError, match="documents are not fetched; send file_data or file_id"):
+        with pytest.raises(openai.BadRequestError, match="documents are not fetched from this address") as caught:
             remote: Any = {"type": "input_file", "file_url": "https://a.example/b.pdf"}
             client.responses.create(model="echo", input=[{"role": "user", "content": [remote]}])
+        assert (caught.value.code, caught.value.param) == ("remote_document", "input")
+        with pytest.raises(openai.BadRequestError, match="must have one of file_data, file_id and file_url"):
+            client.responses.create(model="echo", input=[{"role": "user", "content": [remote | file]}])
 
 
 def test_in_a_message_and_the_result_of_its_tool(echo_server: Served) -> None:
@@ -88,6 +91,10 @@ def test_in_a_message_and_the_result_of_its_tool(echo_server: Served) -> None:
         (block,) = answer.content
         assert block.type == "text" and "[document 1]\n<search_result>" in block.text
         assert f"[document 1]\n{SHOWN}\nWhat colour?" in block.text
-        with pytest.raises(anthropic.BadRequestError, match="documents are not fetched"):
-            remote: Any = {"type": "document", "source": {"type": "url", "url": "https://a.example/b.pdf"}}
-            client.messages.create(model="echo", max_tokens=9, messages=[{"role": "user", "content": [remote]}])
+        remote: Any = {"type": "document", "source": {"type": "url", "url": "https://a.example/b.pdf"}}
+        for content in ([remote], [{**result, "content": [remote]}]):
+            asked = [*asked[:2], {"role": "user", "content": content}]
+            with pytest.raises(
+                anthropic.BadRequestError, match="messages: documents are not fetched from this address"
+            ):
+                client.messages.create(model="echo", max_tokens=9, messages=asked)

@@ -365,6 +365,24 @@ def test_conversations(office: Office) -> None:
     assert office.refused(400, input="?", conversation=id)["code"] == "conversation_not_found"
 
 
+@pytest.mark.parametrize("order", ["asc", "desc"])
+def test_a_page_of_a_conversation_begins_behind_an_item_that_was_deleted(office: Office, order: str) -> None:
+    """Whoever deletes what it has seen, page by page, sees each item once; ids of clients tell no time."""
+    given = [{"id": f"msg_{name}", "role": "user", "content": name} for name in "cabed"]
+    conversation = orjson.loads(office.ask("POST", "/v1/conversations", {"items": given}).body)
+    path = f"/v1/conversations/{conversation['id']}/items"
+    seen: list[str] = []
+    for after in ("", *(f"&after=msg_{name}" for name in ("cabed" if order == "asc" else "debac"))):
+        page = orjson.loads(office.ask("GET", f"{path}?order={order}&limit=1{after}").body)
+        for item in page["data"]:
+            seen.append(item["id"])
+            assert office.ask("DELETE", f"{path}/{item['id']}").status == 200
+        assert page["has_more"] is (len(seen) < len(given))
+    assert seen == [item["id"] for item in (given if order == "asc" else given[::-1])]
+    assert orjson.loads(office.ask("GET", path).body)["data"] == []
+    assert office.ask("GET", f"{path}?after=msg_none").status == 400
+
+
 def test_an_item_can_be_referred_to(office: Office) -> None:
     made = office.create("Blue.", input="A colour?")
     office.create(

@@ -19,7 +19,8 @@ from langchain_openai import ChatOpenAI
 from openai.types.responses import Response as OpenAIResponse
 from responses_rules import check_response, check_responses, read_events
 
-from penstock.api.render.responses import ResponseRenderer, response_object
+from penstock.api.render.response_object import response_object
+from penstock.api.render.responses import ResponseRenderer
 from penstock.schemas.events import (
     Accepted,
     Cancelled,

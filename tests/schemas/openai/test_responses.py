@@ -128,7 +128,7 @@ MALFORMED: dict[str, list[tuple[Body, str]]] = {
         ({"service_tier": "gold"}, "service_tier"),
         ({"service_tier": "flex", "priority": "high"}, "service_tier"),
         ({"timeout": 0}, "timeout"),
-        ({"tools": [{"type": "local_shell"}]}, "tools[0]"),
+        ({"tools": [{"type": "remote_shell"}]}, "tools[0]"),
         ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         (
