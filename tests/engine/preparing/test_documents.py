@@ -202,7 +202,7 @@ def test_a_request_has_so_many_documents() -> None:
 def test_a_pdf_is_read_wherever_the_process_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "base64.py").write_text("raise SystemExit('not this one')")
     monkeypatch.chdir(tmp_path)
-    assert "Anywhere." in with_contents(chat(file(encoded(pdf("Anywhere.")))), 0).messages[0].text
+    assert "Anywhere." in with_contents(chat(file(encoded(pdf("Anywhere.")))), None).messages[0].text
 
 
 def test_a_pdf_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
