@@ -18,7 +18,7 @@ TOKEN_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"  # one token of a NATS subject
 SubjectToken = Annotated[str, Field(pattern=TOKEN_PATTERN)]
 Priority = Literal["high", "normal", "low"]
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
-JobEndpoint = Endpoint | Literal["/v1/responses"]
+JobEndpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 
 
 class Form(Record):

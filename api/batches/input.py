@@ -8,8 +8,10 @@ from typing import Any
 
 from ...schemas.bounds import LONG, load_json
 from ...schemas.errors import InvalidRequest
-from ...schemas.openai.batches import MESSAGES, BatchEndpoint, Fault
+from ...schemas.openai.batches import MESSAGES, RESPONSES, BatchEndpoint, Fault
 from ...schemas.openai.completions import KINDS
+from ...schemas.openai.response_tools import hosted
+from ...schemas.openai.responses import ResponsesRequest
 
 MOST_LINES = 50_000
 MOST_FAULTS = 100  # that are reported
@@ -19,6 +21,7 @@ _NOTES = {"metadata", "user"}  # parameters without effect, which may also stand
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "timeout": (None,),
     "keep_alive": (None,),
+    "background": (None, False),
     "priority": (None, "low"),
     "service_tier": (None, "auto", "default", "flex", "standard_only"),
 }
@@ -37,7 +40,7 @@ def read_line(raw: bytes, endpoint: BatchEndpoint) -> dict[str, Any]:
             raise InvalidRequest(f"{name} is missing.", code="missing_required_parameter", param=name)
         if not isinstance(value[name], kind) or not value[name]:
             raise InvalidRequest(f"{name} must be a {kind.__name__} that is not empty.", param=name)
-    if endpoint != MESSAGES and (beside := value.keys() & KINDS[endpoint].field_names() - _NOTES):
+    if beside := value.keys() & _parameters(endpoint) - _NOTES:
         name = min(beside)
         fault = f"{name} stands beside body, where it has no effect; move it into body."
         raise InvalidRequest(fault, code="unsupported_parameter", param=name)
@@ -54,7 +57,27 @@ def read_line(raw: bytes, endpoint: BatchEndpoint) -> dict[str, Any]:
                 code="unsupported_parameter",
                 param=f"body.{name}",
             )
+    if endpoint == RESPONSES:
+        _check_tools(value["body"].get("tools"))
     return value
+
+
+def _parameters(endpoint: BatchEndpoint) -> frozenset[str]:
+    """The parameters of requests, of which none may stand beside their bodies. Lines of Anthropic's are made here."""
+    if endpoint == MESSAGES:
+        return frozenset()
+    return ResponsesRequest.field_names() if endpoint == RESPONSES else KINDS[endpoint].field_names()
+
+
+def _check_tools(tools: object) -> None:
+    """Raise `InvalidRequest` for tools of a response that a batch cannot have."""
+    if kinds := hosted(tools):
+        fault = f"tools of type {kinds[0]} are run by OpenAI's servers alone; leave them out."
+        raise InvalidRequest(fault, code="unsupported_parameter", param="body.tools")
+    for tool in tools if isinstance(tools, list) else ():
+        if isinstance(tool, dict) and any(tool.get(name) for name in ("headers", "authorization", "sealed")):
+            fault = "tools: a file would keep headers and authorization as they are; name a configured server."
+            raise InvalidRequest(fault, code="unsupported_parameter", param="body.tools")
 
 
 async def line_of(raw: bytes, endpoint: BatchEndpoint) -> dict[str, Any]:

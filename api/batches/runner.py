@@ -29,9 +29,9 @@ from ...schemas.errors import (
     StreamNotFound,
     Transient,
 )
-from ...schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, Token
+from ...schemas.events import Cancelled, Done, ErrorBody, Event, Expired, Failed
 from ...schemas.jobs import Job
-from ...schemas.openai.batches import FINAL, Batch, Counts, Ending, Fault, Faults, Status
+from ...schemas.openai.batches import FINAL, RESPONSES, Batch, Counts, Ending, Fault, Faults, Status
 from ...streams.outages import outage_logged
 from ...streams.port import ConsumerSpec, Delivery
 from ...streams.stores.batches import change_batch
@@ -41,8 +41,9 @@ from ...streams.stores.quotas import NO_SPACE, Quotas
 from ...streams.topology import BATCH_RESULTS, BATCH_STATES, BATCHES, CONSUMER_IDLE, FILES
 from ..bridge.bridge import Bridge
 from ..bridge.reading import Reading
-from ..render.openai import Renderer, error_payload
-from .dialects import prepared
+from ..bridge.response_reading import ResponseReading
+from ..render.openai import error_payload
+from .dialects import Answer, prepared, request_id
 from .input import check_lines, line_of, read_lines
 from .results import Results
 
@@ -223,12 +224,13 @@ class _Run:
         """How a line ends, and what HTTP would have answered; overload is not an end but retried."""
         attempt = 0
         try:
-            body, renderer = prepared(self.batch, number, body, int(self._runner.now()))
+            body, answer_to = prepared(self.batch, number, body, int(self._runner.now()))
         except InvalidRequest as refusal:
             return _failed(ErrorBody.of(refusal), self.batch.id)
         while True:
-            request = f"{self.batch.id}-{number}" + (f"-{attempt}" if attempt else "")
-            tokens: list[Token] = []
+            request = request_id(self.batch, number, attempt)
+            answer = answer_to(request)
+            is_cut = False
             final: Event | None
             try:
                 if not inherited:
@@ -239,21 +241,28 @@ class _Run:
             else:
                 if reading is None:
                     return "cancelled" if self._cancelled.is_set() else "expired", None
-                tokens, final = await self._read(reading, renderer, inherited)
+                final = await self._read(reading, answer, inherited)
+                is_cut = reading.is_cut
                 attempt += 1
             match final:
                 case Done():
                     try:
-                        answer = orjson.Fragment(renderer.whole(tokens, final))
+                        whole = orjson.Fragment(answer.whole(final))
                     except GenerationFailed as failure:
                         return _failed(ErrorBody.of(failure), request)
-                    return "completed", {"status_code": 200, "request_id": request, "body": answer}
-                case Failed(error=error) | Expired(error=error) if self._may_still(error):
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(min(error.retry_after or 1.0, LONGEST_PAUSE)):
-                            await self._cancelled.wait()
-                case Failed(error=error) | Expired(error=error) if error.status != 408:
-                    return _failed(error, request)
+                    return "completed", {"status_code": 200, "request_id": request, "body": whole}
+                case Failed(error=error) | Expired(error=error):
+                    if answer.has_acted and not (is_cut and error.status == 503):
+                        whole = orjson.Fragment(answer.whole(final))
+                        return "failed", {"status_code": 200, "request_id": request, "body": whole}
+                    if self._may_still(error):
+                        with contextlib.suppress(TimeoutError):
+                            async with asyncio.timeout(min(error.retry_after or 1.0, LONGEST_PAUSE)):
+                                await self._cancelled.wait()
+                    elif error.status != 408:
+                        return _failed(error, request)
+                    else:
+                        return "expired", None
                 case _:
                     return "cancelled" if isinstance(final, Cancelled) else "expired", None
 
@@ -277,27 +286,24 @@ class _Run:
             job, priority="low", tenant=tenant, deadline=deadline, kept=True, shared=self._delivery.attempt > 1
         )
 
-    async def _read(self, reading: Reading, renderer: Renderer, inherited: bool) -> tuple[list[Token], Event | None]:
-        """All tokens and the final event; an inherited request that publishes no event has failed."""
-        tokens: list[Token] = []
+    async def _read(self, reading: Reading, answer: Answer, inherited: bool) -> Event | None:
+        """Have all events heard; returns the final one. An inherited request that publishes no event has failed."""
+        source = ResponseReading(self._bridge, reading) if self.batch.endpoint == RESPONSES else reading
         patience = self._runner.patience if inherited else inf
         self._open.add(reading)
         try:
-            while not reading.ended:
-                if not (events := await reading.take(patience)):
+            while not source.ended:
+                if not (events := await source.take(patience)):
                     reading.end(Overloaded("The request was lost.", retry_after=0.1))
                 for event in events:
                     patience = inf
-                    if isinstance(event, Accepted):
-                        renderer.begin(event)
-                    elif isinstance(event, Token):
-                        tokens.append(event)
+                    answer.hear(event)
             if inherited:
                 await reading.ask_to_stop()  # in case it runs a second time
-            return tokens, reading.final
+            return reading.final
         finally:
             self._open.discard(reading)
-            reading.close()
+            source.close()
 
     async def _beat(self) -> None:
         """Renew the lease, store the counts, and learn whether the batch is cancelled."""

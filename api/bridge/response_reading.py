@@ -45,6 +45,12 @@ class ResponseReading:
         self.ended = any(isinstance(event, FINAL) for event in events)
         return events
 
+    def close(self) -> None:
+        """Stop reading; the response continues."""
+        if self._turn is not None:
+            self._turn.close()
+        self._root.close()
+
     def leave(self) -> None:
         """Close the reading, and cancel the response unless it has ended or is kept."""
         if self._turn is not None:

@@ -8,13 +8,14 @@ from fastapi import FastAPI, Request
 
 from ...schemas.errors import InvalidRequest, Overloaded, StreamFull
 from ...schemas.ids import new_id
-from ...schemas.openai.batches import WINDOW, Batch, BatchRequest
+from ...schemas.openai.batches import RESPONSES, WINDOW, Batch, BatchRequest
 from ...streams.stores.batches import change_batch, find_batch, list_batches
 from ...streams.stores.files import find_file
 from ...streams.topology import BATCH_STATES
 from .files import page
 from .openapi import body_of, refusals
 from .requests import Gateway, Routes, read_parsed, tenant_of
+from .responses import check_stage
 
 
 def add_batches(app: FastAPI, gateway: Gateway) -> None:
@@ -34,6 +35,8 @@ class BatchRoutes(Routes):
     async def create(self, request: Request) -> Any:
         """Create a batch, which runs the requests of a file within a day, at low priority."""
         asked = await read_parsed(BatchRequest, request, self._settings)
+        if asked.endpoint == RESPONSES:
+            check_stage(self._gateway.registry)
         tenant, now, lifetime = tenant_of(request), int(self._broker.now()), self._settings.files_ttl
         if (expires := asked.output_expires_after) is not None:
             if expires.seconds > lifetime:

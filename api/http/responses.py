@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...config.settings import Settings
 from ...schemas.errors import DeadlineExceeded, InvalidRequest, Overloaded, StreamNotFound
-from ...schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, ItemEvent, Turn
+from ...schemas.events import Accepted, Cancelled, ErrorBody, Event, Expired, Failed, Turn
 from ...schemas.loops import Begun, Ended, LoopJob, is_response
 from ...schemas.openai.body import model_of
 from ...schemas.openai.completions import parse_request
@@ -31,11 +31,12 @@ from ...schemas.wire import codec
 from ...streams.port import MESSAGE_ID
 from ...streams.stores.conversations import Conversations
 from ...streams.stores.history import History
+from ...streams.stores.registry import Registry
 from ...streams.stores.responses import LOST, ResponseLog, Stored
 from ...streams.topology import EVENTS, PRIORITIES, TOOLS, lane_stream
 from ..bridge.response_reading import ResponseReading
 from ..render.response_object import response_object
-from ..render.responses import ResponseRenderer
+from ..render.responses import ResponseRenderer, repeats_no_more
 from ..tools.sealing import seal
 from .answers import FOR_EVER, EventStream, error_of, error_response
 from .files import page
@@ -73,7 +74,7 @@ class ResponseAnswer(EventStream):
             events = await self._reading.take(FOR_EVER)
             for event in events:
                 # After a tool call or a turn, the client must not retry.
-                self._begun = self._begun or isinstance(event, Done) or _is_call(event)
+                self._begun = self._begun or repeats_no_more(event)
                 if error := self._refusal(event):
                     await error_response(error, self._reading.request)(scope, receive, send)
                     return
@@ -131,10 +132,7 @@ class ResponseRoutes(Routes):
             if header in request.headers:
                 advice = "retrieve the response with stream=true and starting_after"
                 raise InvalidRequest(f"The header {header} is not for this path; {advice}.", param=header)
-        if self._gateway.registry.missing(["tools"]):
-            raise Overloaded(
-                "No stage tools is running; start one, or try again later.", code="no_tools_stage", retry_after=2.0
-            )
+        check_stage(self._gateway.registry)
         background = body.get("background") is True
         kept = background or body.get("store") is not False
         opened = await open_request(request, self._gateway, "/v1/responses", body, PREFIX, kept=kept)
@@ -257,8 +255,12 @@ class ResponseRoutes(Routes):
         return stored
 
 
-def _is_call(event: Event) -> bool:
-    return isinstance(event, ItemEvent) and event.item["type"] == "mcp_call"
+def check_stage(registry: Registry) -> None:
+    """Raise `Overloaded` if nothing runs responses."""
+    if registry.missing(["tools"]):
+        raise Overloaded(
+            "No stage tools is running; start one, or try again later.", code="no_tools_stage", retry_after=2.0
+        )
 
 
 def shown(stored: Stored, now: float) -> dict[str, Any]:

@@ -53,6 +53,12 @@ _EMPTY: dict[str, _Object] = {
 _INCOMPLETE = {"status": "incomplete"}
 
 
+def repeats_no_more(event: Event) -> bool:
+    """Whether from this event of a response or its turns on it must not be asked for again: a call of a tool has begun,
+    or a turn has ended."""
+    return isinstance(event, Done) or (isinstance(event, ItemEvent) and event.item["type"] == "mcp_call")
+
+
 class ResponseRenderer:
     """Renders one response from its own events and those of its turns, in order; it omits messages up to
     `starting_after`. `body` is the request as it came, and not read before it was accepted; `created` is in Unix

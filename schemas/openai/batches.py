@@ -8,16 +8,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ..base import Record, Strict
-from ..jobs import Endpoint, SubjectToken
+from ..jobs import JobEndpoint, SubjectToken
 from .body import Body
 
 WINDOW = 86400  # seconds that a batch may take
 MESSAGES: Literal["/v1/messages"] = "/v1/messages"
+RESPONSES: Literal["/v1/responses"] = "/v1/responses"
 FINAL = ("completed", "failed", "expired", "cancelled")
 
 Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"]
 Ending = Literal["completed", "failed", "expired", "cancelled"]  # of one line
-BatchEndpoint = Endpoint | Literal["/v1/messages"]  # lines of the last one are in Anthropic's form
+BatchEndpoint = JobEndpoint | Literal["/v1/messages"]  # lines of the last one are in Anthropic's form
 NOT_RUN: dict[Ending, dict[str, str]] = {
     "expired": {"code": "batch_expired", "message": "The completion window ended before this request was answered."},
     "cancelled": {"code": "batch_cancelled", "message": "This request was cancelled before it was answered."},
@@ -34,7 +35,7 @@ class ExpiresAfter(Strict):
 
 class BatchRequest(Body):
     input_file_id: str
-    endpoint: Endpoint
+    endpoint: JobEndpoint
     completion_window: Literal["24h"]
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
@@ -92,7 +93,7 @@ class Batch(Record):
     output_ttl: float
 
     @property
-    def job_endpoint(self) -> Endpoint:
+    def job_endpoint(self) -> JobEndpoint:
         """The endpoint of its lines in the pipeline."""
         return "/v1/chat/completions" if self.endpoint == MESSAGES else self.endpoint
 

@@ -14,9 +14,10 @@ import openai
 import psutil
 import pytest
 from applications import Script
-from memory_pipeline import Pipeline
+from memory_pipeline import TOOLS_CARD, Pipeline
 from openai.types import Batch
 from openai.types.chat import ChatCompletion
+from openai.types.responses import Response
 from serving import Serve, Served
 
 from penstock.api.batches.input import check_lines, read_line
@@ -25,7 +26,7 @@ from penstock.api.bridge.bridge import Bridge
 from penstock.api.http.app import create_app
 from penstock.config.settings import Settings
 from penstock.schemas.errors import InvalidRequest
-from penstock.schemas.events import Accepted, Delta, Done, ErrorBody, Event, Failed, Token, Usage
+from penstock.schemas.events import Accepted, Delta, Done, ErrorBody, Event, Failed, ItemEvent, Token, Usage
 from penstock.schemas.jobs import Job
 from penstock.schemas.openai.batches import Batch as Kept
 from penstock.schemas.wire.codec import decode_model, decode_outputs
@@ -35,6 +36,7 @@ from penstock.streams.stores.objects import Objects
 from penstock.streams.topology import BATCH_RESULTS, BATCH_STATES, BATCHES, FILES
 
 CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
+RESPONSES: Literal["/v1/responses"] = "/v1/responses"
 ENDED = ("completed", "failed", "expired", "cancelled")
 PATIENCE = 60.0
 POLL = 0.02
@@ -42,7 +44,9 @@ SETTINGS = Settings(backend="echo", lease=0.5)
 
 
 def line(name: str, text: str = "hello", endpoint: str = CHAT, **body: Any) -> dict[str, Any]:
-    asked = {"messages": [{"role": "user", "content": text}]} if endpoint == CHAT else {"prompt": text}
+    asked: dict[str, Any] = {"input": text} if endpoint == RESPONSES else {"prompt": text}
+    if endpoint == CHAT:
+        asked = {"messages": [{"role": "user", "content": text}]}
     return {"custom_id": name, "method": "POST", "url": endpoint, "body": {"model": "echo", **asked, **body}}
 
 
@@ -192,6 +196,51 @@ async def test_every_line_is_answered_once(office: Office) -> None:
     await eventually(lambda: _is(office.left_behind(), (0, 0)))
 
 
+async def test_responses_are_answered_and_can_be_continued(office: Office) -> None:
+    names = [f"request {number}" for number in range(6)]
+    await office.run()
+    lines = [line(name, name, RESPONSES, max_output_tokens=50) for name in names]
+    batch = await end_of(office.api, (await submit(office.api, lines, RESPONSES)).id)
+    assert (batch.status, counts(batch), batch.error_file_id) == ("completed", (6, 6, 0), None)
+    answered = await entries(office.api, batch.output_file_id)
+    assert [entry["custom_id"] for entry in answered] == names
+    for name, entry in zip(names, answered, strict=True):
+        answer = Response.model_validate(entry["response"]["body"], strict=True)
+        assert (answer.status, answer.id) == ("completed", entry["response"]["request_id"])
+        assert name in answer.output_text
+        kept = await office.api.responses.retrieve(answer.id)
+        assert (kept.output, kept.usage) == (answer.output, answer.usage)
+    (last,) = [
+        line("next", "and on", RESPONSES, previous_response_id=answered[0]["response"]["body"]["id"], store=False)
+    ]
+    batch = await end_of(office.api, (await submit(office.api, [last], RESPONSES)).id)
+    (entry,) = await entries(office.api, batch.output_file_id)
+    answer = Response.model_validate(entry["response"]["body"], strict=True)
+    assert "request 0" in answer.output_text and "and on" in answer.output_text
+    with pytest.raises(openai.NotFoundError):
+        await office.api.responses.retrieve(answer.id)
+
+
+async def test_a_refused_response_is_in_the_error_file(office: Office) -> None:
+    await office.run()
+    lines = [
+        line("cut", "long", RESPONSES, max_output_tokens=16),
+        line("model", "two", RESPONSES, model="unknown"),
+        line("value", "three", RESPONSES, temperature=-1),
+        line("gone", "four", RESPONSES, previous_response_id="resp_unknown"),
+    ]
+    batch = await end_of(office.api, (await submit(office.api, lines, RESPONSES)).id)
+    assert (batch.status, counts(batch)) == ("completed", (4, 1, 3))
+    (cut,) = await entries(office.api, batch.output_file_id)
+    assert cut["response"]["body"]["status"] == "incomplete"
+    bad = await entries(office.api, batch.error_file_id)
+    assert [(entry["custom_id"], entry["response"]["status_code"]) for entry in bad] == [
+        ("model", 404),
+        ("value", 400),
+        ("gone", 404),
+    ]
+
+
 async def _is(found: Awaitable[Any], expected: Any) -> bool:
     return bool(await found == expected)
 
@@ -244,6 +293,7 @@ async def test_a_batch_of_refusals_alone_has_no_output(office: Office) -> None:
         (line("a", keep_alive=0), "unsupported_parameter", "body.keep_alive"),
         (line("a") | {"temperature": 0, "note": "mine"}, "unsupported_parameter", "temperature"),
         (line("a") | {"model": "echo"}, "unsupported_parameter", "model"),
+        (line("a", background=True), "unsupported_parameter", "body.background"),
         (line("a", deep=json.loads("[" * 600 + "]" * 600)), "invalid_json_line", None),
     ],
 )  # fmt: skip
@@ -251,6 +301,23 @@ def test_a_malformed_line_is_told(raw: Any, code: str, param: str | None) -> Non
     with pytest.raises(InvalidRequest) as caught:
         read_line(jsonl([raw]), CHAT)
     assert (caught.value.code, caught.value.param) == (code, param)
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "web_search are run by OpenAI's servers alone"),
+        (
+            {"tools": [{"type": "mcp", "server_label": "a", "server_url": "https://a.example", "headers": {"x": "y"}}]},
+            "a file would keep headers and authorization as they are",
+        ),
+        ({"background": True}, "background has no effect in a batch"),
+    ],
+)
+def test_a_response_that_a_batch_cannot_have_is_told(body: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidRequest, match=told) as caught:
+        read_line(jsonl([line("a", "text", RESPONSES, **body)]), RESPONSES)
+    assert str(caught.value.param).startswith("body.")
 
 
 def test_notes_may_stand_beside_a_body() -> None:
@@ -295,14 +362,15 @@ async def test_a_batch_has_no_more_lines_than_may_be() -> None:
         ({"input_file_id": "file-none"}, 404, "input_file_id"),
         ({"input_file_id": "*"}, 404, "input_file_id"),
         ({"input_file_id": 1}, 400, "input_file_id"),
-        ({"endpoint": "/v1/responses"}, 400, "endpoint"),
+        ({"endpoint": "/v1/moderations"}, 400, "endpoint"),
+        ({"endpoint": RESPONSES}, 503, None),  # no stage tools runs
         ({"completion_window": "1h"}, 400, "completion_window"),
         ({"metadata": {"a": 1}}, 400, "metadata.a"),
         ({"metadata": {str(number): "" for number in range(17)}}, 400, "metadata"),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, 400, "output_expires_after.seconds"),
     ],
 )
-async def test_a_bad_batch_is_refused(change: dict[str, Any], status: int, param: str) -> None:
+async def test_a_bad_batch_is_refused(change: dict[str, Any], status: int, param: str | None) -> None:
     async with client((await Script.start()).app) as api:
         file = await api.files.create(file=b"{}", purpose="batch")
         body = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"} | change
@@ -413,10 +481,13 @@ async def test_its_window_ends(office: Office) -> None:
     ]
 
 
-async def test_another_runner_goes_on_and_no_line_runs_twice(opened: list[Office]) -> None:
+@pytest.mark.parametrize("endpoint", [CHAT, RESPONSES])
+async def test_another_runner_goes_on_and_no_line_runs_twice(opened: list[Office], endpoint: str) -> None:
     office = await Office.start(rate=200.0, batch_concurrency=6)
     opened.append(office)
-    created = await submit(office.api, [line(str(number), "x" * 10, max_tokens=20) for number in range(40)])
+    most = {"max_tokens" if endpoint == CHAT else "max_output_tokens": 20}
+    lines = [line(str(number), "x" * 10, endpoint, **most) for number in range(40)]
+    created = await submit(office.api, lines, endpoint)
     for _ in range(3):
         before = counts(await office.api.batches.retrieve(created.id))[1]
         runner = await office.run()
@@ -432,8 +503,9 @@ async def test_another_runner_goes_on_and_no_line_runs_twice(opened: list[Office
     answered = await entries(office.api, batch.output_file_id)
     assert [entry["custom_id"] for entry in answered] == [str(number) for number in range(40)]
     assert await office.times_begun() == [1] * 40
-    assert len(set(office.jobs)) == 40
-    assert len(office.jobs) < 40 + 12  # what was under way was followed, and not published again
+    asked = [job for job in office.jobs if job in {entry["response"]["request_id"] for entry in answered}]
+    assert len(set(asked)) == 40
+    assert len(asked) < 40 + 12  # what was under way was followed, and not published again
 
 
 async def test_a_batch_that_was_finished_and_not_acknowledged_is_not_run_again(office: Office) -> None:
@@ -506,6 +578,28 @@ async def test_refused_for_want_of_room_it_asks_again(script: Script) -> None:
         assert entry["response"]["body"]["choices"][0]["message"]["content"] == "ok"
 
 
+async def test_a_response_is_asked_for_again_until_it_has_called_a_tool(script: Script) -> None:
+    """What the tool did must not be done twice: its result is kept, with the reason for the end."""
+    await script.registry.announce_stage(TOOLS_CARD)
+    await script.registry.refresh()
+    call = {"id": "mcp_1", "type": "mcp_call", "server_label": "files", "name": "delete", "arguments": "{}"}
+    called = ItemEvent("", 0, call | {"output": "deleted", "error": None, "status": "completed"})
+    async with client(script.app) as api:
+        created = await submit(api, [line("a", endpoint=RESPONSES)], RESPONSES)
+        first = await script.job()
+        await script.tell([BUSY], first)
+        second = await script.job()
+        assert second.id != first.id
+        await script.tell([Accepted("", "echo", 1, 1), called, BUSY], second)
+        batch = await end_of(api, created.id)
+        assert (batch.status, counts(batch), len(script.jobs)) == ("completed", (1, 0, 1), 2)
+        (entry,) = await entries(api, batch.error_file_id)
+        assert (entry["response"]["status_code"], entry["response"]["request_id"]) == (200, second.id)
+        answer = Response.model_validate(entry["response"]["body"], strict=True)
+        assert (answer.status, answer.error and answer.error.message) == ("failed", "Busy.")
+        assert [item.type for item in answer.output] == ["mcp_call"]
+
+
 async def test_what_was_begun_and_says_nothing_is_begun_anew(script: Script) -> None:
     async with client(script.app) as api:
         created = await submit(api, [line("a")])
@@ -568,15 +662,17 @@ async def test_a_batch_outlives_every_part(serve: Serve) -> None:
     async with openai.AsyncOpenAI(
         base_url=f"{served.url}/v1", api_key="none", max_retries=20, _strict_response_validation=True
     ) as api:
-        lines = [line(f"line {number}", f"say {number} " * 5, max_tokens=20) for number in range(80)]
+        lines = [line(f"line {number}", f"say {number} " * 5, max_tokens=20) for number in range(60)]
         created = await submit(api, lines)
+        asked = [line(f"{number}", f"tell {number} " * 5, RESPONSES, max_output_tokens=20) for number in range(30)]
+        responses = await submit(api, asked, RESPONSES)
         for other in ("*", ">", "batch_*"):
             with pytest.raises(openai.NotFoundError):
                 await api.batches.retrieve(other)
         with pytest.raises(openai.NotFoundError):
             await api.files.retrieve("file-" + "x" * 5000)
         told: list[int] = []
-        for least, victim in ((5, "front"), (25, "worker"), (45, "nats-server")):
+        for least, victim in ((5, "front"), (20, "worker"), (35, "nats-server")):
 
             async def reached(least: int = least) -> bool:
                 told.append(counts(await api.batches.retrieve(created.id))[1])
@@ -585,10 +681,17 @@ async def test_a_batch_outlives_every_part(serve: Serve) -> None:
             await eventually(reached)
             kill(served, victim)
         batch = await end_of(api, created.id)
-        assert (batch.status, counts(batch)) == ("completed", (80, 80, 0))
+        assert (batch.status, counts(batch)) == ("completed", (60, 60, 0))
         assert told == sorted(told)
         answered = await entries(api, batch.output_file_id)
-    assert [entry["custom_id"] for entry in answered] == [f"line {number}" for number in range(80)]
+        beside = await end_of(api, responses.id)
+        assert (beside.status, counts(beside)) == ("completed", (30, 30, 0))
+        responded = await entries(api, beside.output_file_id)
+    assert [entry["custom_id"] for entry in responded] == [f"{number}" for number in range(30)]
+    for number, entry in enumerate(responded):
+        told_back = Response.model_validate(entry["response"]["body"], strict=True)
+        assert f"tell {number}" in told_back.output_text
+    assert [entry["custom_id"] for entry in answered] == [f"line {number}" for number in range(60)]
     for number, entry in enumerate(answered):
         answer = ChatCompletion.model_validate(entry["response"]["body"], strict=True)
         assert f"say {number}" in str(answer.choices[0].message.content)
