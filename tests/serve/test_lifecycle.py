@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import json
 import os
 import shlex
@@ -14,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from io import FileIO, TextIOWrapper
 from pathlib import Path
 from threading import Barrier
 
@@ -144,8 +144,8 @@ def test_a_line_that_nobody_reads_stops_nothing() -> None:
 def test_a_line_is_written_at_once() -> None:
     """Others write to the same file, and Python keeps nothing back in containers with PYTHONUNBUFFERED=1."""
     reader, writer = os.pipe2(os.O_DIRECT)
-    with open(reader, "rb", buffering=0) as reading, open(writer, "wb", buffering=0) as file:
-        say("penstock ready", io.TextIOWrapper(file, write_through=True))
+    with open(reader, "rb", buffering=0) as reading, TextIOWrapper(FileIO(writer, "w"), write_through=True) as file:
+        say("penstock ready", file)
         assert reading.read(100) == b"penstock ready\n"
 
 
