@@ -51,6 +51,16 @@ def rules(count: int) -> bytes:
     return b"".join(b"10 %d 280 0.5 re f " % (10 * line) for line in range(count))
 
 
+def underlines(count: int) -> bytes:
+    """Operators that draw lines of different lengths."""
+    return b"".join(b"10 %d %d 1 re f " % (20 * line, 40 + 30 * line) for line in range(count))
+
+
+def scribble(strokes: int) -> bytes:
+    """Operators that draw a line which goes to and fro in a corner."""
+    return b"5 5 m " + b"".join(b"%d %d l " % ((5, 5) if stroke % 2 else (30, 30)) for stroke in range(strokes)) + b"S"
+
+
 def curve(points: int) -> bytes:
     """Operators that draw a line through so many points."""
     return (

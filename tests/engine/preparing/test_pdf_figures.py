@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import pypdfium2
 import pytest
-from pdf_files import bars, cells, curve, pdf, pdf_with_form, photograph, points, round_box, rules
+from pdf_files import (
+    bars,
+    cells,
+    curve,
+    pdf,
+    pdf_with_form,
+    photograph,
+    points,
+    round_box,
+    rules,
+    scribble,
+    underlines,
+)
 
 from penstock.engine.preparing.pdf_figures import has_figures
 
@@ -30,7 +42,9 @@ def test_a_figure_is_found(data: bytes) -> None:
     [
         pdf("Text alone."),
         pdf("With a logo.", photograph(30, 30)),
+        pdf("With a symbol.", scribble(20)),
         pdf("Between lines.", rules(20)),
+        pdf("Underlined.", underlines(6)),
         pdf("In a table.", rules(20) + cells(14, 6)),
         pdf("In a round box.", round_box()),
         pdf("With marks of a list.", points(3, 4)),
