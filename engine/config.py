@@ -38,7 +38,7 @@ class EngineConfig(BaseModel):
 
     An image with more than `max_pixels` is reduced before the model sees it, one with fewer than `min_pixels` enlarged;
     None leaves that to the model's own processor. One whose file holds more than `max_decoded_pixels` is refused.
-    Of PDFs the model is shown pages without text, `shown_pages` says which others.
+    Of PDFs the model is shown the pages without text; `shown_pages` says which others.
 
     The backend checks, when the engine is built, that it can honour every setting: see `refuse`.
     """

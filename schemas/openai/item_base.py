@@ -10,6 +10,24 @@ from .body import Body, OpenBody
 
 Id = Annotated[str, Field(min_length=1)]
 Status = Literal["in_progress", "completed", "incomplete"]
+PREFIXES = {  # of the ids of items, by their types
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "shell_call": "sh",
+    "shell_call_output": "sho",
+    "local_shell_call": "lsh",
+    "local_shell_call_output": "lsho",
+    "apply_patch_call": "apc",
+    "apply_patch_call_output": "apco",
+    "mcp_list_tools": "mcpl",
+    "mcp_call": "mcp",
+    "mcp_approval_request": "mcpr",
+    "mcp_approval_response": "mcpa",
+}
 
 
 def by_type(fault: str, expected: str) -> Discriminator:

@@ -21,7 +21,7 @@ from .built_in_items import (
     ShellCall,
     ShellCallOutput,
 )
-from .item_base import Id, Item, Part, Status, by_type
+from .item_base import PREFIXES, Id, Item, Part, Status, by_type
 
 
 class InputText(Part):
@@ -240,23 +240,6 @@ InputItem = Annotated[
     ),
 ]
 
-_PREFIXES = {
-    "message": "msg",
-    "reasoning": "rs",
-    "function_call": "fc",
-    "function_call_output": "fco",
-    "custom_tool_call": "ctc",
-    "custom_tool_call_output": "ctco",
-    "shell_call": "sh",
-    "shell_call_output": "sho",
-    "local_shell_call": "lsh",
-    "local_shell_call_output": "lsho",
-    "apply_patch_call": "apc",
-    "apply_patch_call_output": "apco",
-    "mcp_list_tools": "mcpl",
-    "mcp_call": "mcp",
-    "mcp_approval_response": "mcpa",
-}
 _WITHOUT_STATUS = (Reasoning, McpListTools, McpCall, McpApprovalRequest, McpApprovalResponse, ItemReference)
 
 
@@ -276,7 +259,7 @@ def input_items(given: str | Sequence[InputItem] | None, owner: str) -> Items:
 
 
 def _in_full(item: InputItem, stem: str) -> dict[str, Any]:
-    own = f"{_PREFIXES.get(item.type)}_{stem}"
+    own = f"{PREFIXES.get(item.type)}_{stem}"
     whole = {"id": own} | item.model_dump(exclude_none=True)
     if isinstance(item, LocalShellCallOutput) and item.call_id is None:
         whole |= {"id": own, "call_id": item.id}

@@ -14,20 +14,9 @@ from ..events import FinishReason, Token, TokenLogprob, ToolCallDelta
 from ..loops import Items, TurnId
 from .built_in_items import TOOLS, begun_call, built_in_call
 from .custom_tools import InputReader
+from .item_base import PREFIXES
 
 _WHOLE: tuple[FinishReason, ...] = ("stop", "stop_sequence", "tool_calls")
-_PREFIXES = {
-    "reasoning": "rs",
-    "message": "msg",
-    "function_call": "fc",
-    "custom_tool_call": "ctc",
-    "shell_call": "sh",
-    "local_shell_call": "lsh",
-    "apply_patch_call": "apc",
-    "mcp_call": "mcp",
-    "mcp_list_tools": "mcpl",
-    "mcp_approval_request": "mcpr",
-}
 
 
 class Change(NamedTuple):
@@ -43,7 +32,7 @@ class Change(NamedTuple):
 def item_id(kind: str, turn: TurnId, number: int) -> str:
     """The id of the item `number` of a turn; items before the first turn belong to turn 0."""
     position = f"{turn.turn:04}{turn.attempt:04}{number:04}"
-    return f"{_PREFIXES[kind]}_{turn.response.removeprefix('resp_')}{position}"
+    return f"{PREFIXES[kind]}_{turn.response.removeprefix('resp_')}{position}"
 
 
 class TurnItems:
