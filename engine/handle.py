@@ -46,11 +46,11 @@ class RequestHandle:
         self.request = request
         self.loop = asyncio.get_running_loop()
         self.preemptions: list[Preemption] = []  # that nobody has read; added by the scheduler, removed by the reader
-        self.times: dict[int, tuple[float, float]] = {}  # by choice: its first and its newest tokens; set by `put`
+        self.times: dict[int, tuple[float, float]] = {}  # by choice: the first and the newest of the taken tokens; set by `take`
         self.finished = False  # every choice's last delta has been taken; set by `take`
         self.fallback: str | None = None  # the backend that runs it instead of the first; set by the engine
         self._cancel = cancel
-        self._pending: deque[Delta] = deque()
+        self._pending: deque[tuple[Delta, float]] = deque()  # and when it was put, of the monotonic clock
         self._news = asyncio.Event()
         self._waiting = False  # the reader, for any delta; set by `take`
         self._unfinished = request.params.n
@@ -59,11 +59,8 @@ class RequestHandle:
 
     def put(self, delta: Delta) -> None:
         """Add a delta; the engine's thread calls this, then schedules `wake` if `needs_wake` says so."""
-        self._pending.append(delta)
+        self._pending.append((delta, time.monotonic()))
         self._unput -= delta.finish_reason is not None
-        if delta.token_ids:
-            now = time.monotonic()
-            self.times[delta.choice] = self.times.get(delta.choice, (now, now))[0], now
 
     @property
     def needs_wake(self) -> bool:
@@ -99,7 +96,11 @@ class RequestHandle:
             if not self._pending:
                 await self._news.wait()
             self._waiting = False
-        deltas = merge(self._pending.popleft() for _ in range(len(self._pending)))
+        taken = [self._pending.popleft() for _ in range(len(self._pending))]
+        for delta, put in taken:
+            if delta.token_ids:
+                self.times[delta.choice] = self.times.get(delta.choice, (put, put))[0], put
+        deltas = merge(delta for delta, _ in taken)
         self._unfinished -= sum(delta.finish_reason is not None for delta in deltas)
         self.finished = self._unfinished == 0
         return deltas

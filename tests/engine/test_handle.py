@@ -37,16 +37,21 @@ async def test_a_reader_takes_what_comes_as_it_begins_to_wait(monkeypatch: pytes
     assert woken == [False]
 
 
-async def test_a_handle_tells_when_the_first_and_the_newest_tokens_of_a_choice_came(
+async def test_a_handle_tells_when_the_first_and_the_newest_taken_tokens_of_a_choice_came(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    handle, clock = handle_of(), iter((1.0, 3.0, 4.0))
+    handle, clock = handle_of(), iter((1.0, 3.0, 4.0, 9.0, 10.0))
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     handle.put(delta(0))
     handle.put(delta(1))
     handle.put(Delta("r", 1, 1, 0, (5,), "x"))
-    handle.put(Delta("r", 1, 0, 2, (), "", None, "cancelled"))
+    await handle.take()
+    handle.put(delta(2))
     assert handle.times == {0: (1.0, 3.0), 1: (4.0, 4.0)}
+    await handle.take()
+    handle.put(Delta("r", 1, 0, 3, (), "", None, "cancelled"))
+    await handle.take()
+    assert handle.times == {0: (1.0, 9.0), 1: (4.0, 4.0)}
 
 
 async def test_a_reader_that_pauses_is_left_alone_until_the_end() -> None:

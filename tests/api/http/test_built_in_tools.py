@@ -190,6 +190,7 @@ def test_the_official_client_gets_what_a_random_model_writes(tool_server: Served
             max_output_tokens=400,
             temperature=0.5,
             stream=True,
+            extra_body={"seed": 1},
         )
     assert events and last.type in ("response.completed", "response.incomplete")
     assert last.response.output
