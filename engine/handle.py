@@ -46,7 +46,7 @@ class RequestHandle:
         self.request = request
         self.loop = asyncio.get_running_loop()
         self.preemptions: list[Preemption] = []  # that nobody has read; added by the scheduler, removed by the reader
-        self.times: dict[int, tuple[float, float]] = {}  # by choice: the first and the newest of the taken tokens; set by `take`
+        self.times: dict[int, tuple[float, float]] = {}  # by choice: of its first and its newest tokens; set by `take`
         self.finished = False  # every choice's last delta has been taken; set by `take`
         self.fallback: str | None = None  # the backend that runs it instead of the first; set by the engine
         self._cancel = cancel

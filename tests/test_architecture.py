@@ -31,6 +31,7 @@ ROOMS: dict[str, set[str]] = {
     "schemas.anthropic": {"schemas", "schemas.openai"},
     "schemas.models": {"schemas.base", "schemas.errors", "schemas.jobs", "schemas.params"},
     "schemas.openai": {"schemas", "schemas.models"},
+    "schemas.openai.responses": {"schemas", "schemas.openai"},
     "schemas.wire": {"schemas"},
     "streams": {"streams.memory", "streams.nats", "streams.nats.servers"},
     "streams.memory": {"streams"},

@@ -10,8 +10,8 @@ from ...schemas.bounds import LONG, load_json
 from ...schemas.errors import InvalidRequest
 from ...schemas.openai.batches import MESSAGES, RESPONSES, BatchEndpoint, Fault
 from ...schemas.openai.completions import KINDS
-from ...schemas.openai.response_tools import hosted
-from ...schemas.openai.responses import ResponsesRequest
+from ...schemas.openai.responses.request import ResponsesRequest
+from ...schemas.openai.responses.tools import hosted
 
 MOST_LINES = 50_000
 MOST_FAULTS = 100  # that are reported

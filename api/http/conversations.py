@@ -12,7 +12,7 @@ from pydantic import Field
 
 from ...schemas.errors import StreamNotFound
 from ...schemas.openai.body import Body
-from ...schemas.openai.items import InputItem, input_items
+from ...schemas.openai.responses.items import InputItem, input_items
 from ...streams.stores.conversations import Conversation, Conversations
 from .files import page
 from .openapi import body_of, refusals

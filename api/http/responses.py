@@ -21,12 +21,12 @@ from ...schemas.events import Accepted, Cancelled, ErrorBody, Event, Expired, Fa
 from ...schemas.loops import Begun, Ended, LoopJob, is_response
 from ...schemas.openai.body import model_of
 from ...schemas.openai.completions import parse_request
-from ...schemas.openai.item_files import files_named
-from ...schemas.openai.item_messages import chat_messages
-from ...schemas.openai.items import input_items as items_of
-from ...schemas.openai.response_paths import refused_in_response
-from ...schemas.openai.response_tools import hosted
-from ...schemas.openai.responses import ResponsesRequest, parse_responses
+from ...schemas.openai.responses.files import files_named
+from ...schemas.openai.responses.items import input_items as items_of
+from ...schemas.openai.responses.messages import chat_messages
+from ...schemas.openai.responses.paths import refused_in_response
+from ...schemas.openai.responses.request import ResponsesRequest, parse_responses
+from ...schemas.openai.responses.tools import hosted
 from ...schemas.wire import codec
 from ...streams.port import MESSAGE_ID
 from ...streams.stores.conversations import Conversations

@@ -12,7 +12,7 @@ import orjson
 from ...schemas.events import Accepted, Done, ErrorBody, FinishReason, Token, TokenLogprob, Usage
 from ...schemas.jobs import Endpoint
 from ...schemas.openai.custom_tools import custom_names
-from ...schemas.openai.turn_items import logprob_json
+from ...schemas.openai.responses.turns import logprob_json
 from .calls import CallDeltas, call_json, join_calls
 
 PREFIX: dict[Endpoint, str] = {  # of the ids of requests

@@ -23,11 +23,11 @@ from ...schemas.events import (
     Token,
     Turn,
 )
-from ...schemas.openai.built_in_tools import built_in_names
 from ...schemas.openai.custom_tools import custom_names
-from ...schemas.openai.response_tools import namespaced
-from ...schemas.openai.responses import wants_logprobs
-from ...schemas.openai.turn_items import Change, TurnItems
+from ...schemas.openai.responses.built_in_tools import built_in_names
+from ...schemas.openai.responses.request import wants_logprobs
+from ...schemas.openai.responses.tools import namespaced
+from ...schemas.openai.responses.turns import Change, TurnItems
 from .anthropic import sse
 from .response_object import CUT, response_at, response_head
 

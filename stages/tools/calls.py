@@ -21,8 +21,8 @@ from ...schemas.base import tool_name
 from ...schemas.errors import InvalidRequest, ToolFailed
 from ...schemas.events import Event, ItemEvent
 from ...schemas.loops import Begun, Items, LoopJob, LoopTool, Source, ToolResult, TurnId
-from ...schemas.openai.items import Approval
-from ...schemas.openai.turn_items import item_id
+from ...schemas.openai.responses.items import Approval
+from ...schemas.openai.responses.turns import item_id
 from ...streams.gate import FairGate
 from ...streams.outages import through_outages
 from ...streams.stores.responses import FREE, CallKey, Claim, ResponseLog

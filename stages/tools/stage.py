@@ -17,13 +17,13 @@ from ...schemas.errors import BrokerUnavailable, DeadlineExceeded, GenerationFai
 from ...schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, FinishReason, Turn, Usage
 from ...schemas.jobs import Job
 from ...schemas.loops import Begun, Ended, Items, LoopJob, LoopTool, Step, Turned, TurnId
-from ...schemas.openai.built_in_items import TOOLS as BUILT_IN_TOOLS
-from ...schemas.openai.item_files import files_named
-from ...schemas.openai.item_messages import chat_messages
-from ...schemas.openai.items import approved_calls
-from ...schemas.openai.response_paths import in_response
-from ...schemas.openai.responses import ResponsesRequest, parse_responses
-from ...schemas.openai.turn_items import TurnItems, item_id
+from ...schemas.openai.responses.built_in_items import TOOLS as BUILT_IN_TOOLS
+from ...schemas.openai.responses.files import files_named
+from ...schemas.openai.responses.items import approved_calls
+from ...schemas.openai.responses.messages import chat_messages
+from ...schemas.openai.responses.paths import in_response
+from ...schemas.openai.responses.request import ResponsesRequest, parse_responses
+from ...schemas.openai.responses.turns import TurnItems, item_id
 from ...schemas.wire import codec
 from ...schemas.wire.codec import DecodeError
 from ...streams.port import DEADLINE, SCHEMA, Delivery

@@ -34,7 +34,7 @@ from ...schemas.loops import LoopJob, is_response
 from ...schemas.openai.chat import CustomTool
 from ...schemas.openai.completions import ChatRequest, parse_request
 from ...schemas.openai.embeddings import EmbeddingRequest
-from ...schemas.openai.responses import parse_responses
+from ...schemas.openai.responses.request import parse_responses
 from ...schemas.registry import ModelCard
 from ...schemas.wire import codec
 from ...schemas.wire.codec import DecodeError

@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 from ...schemas.errors import InvalidRequest, StreamNotFound
 from ...schemas.loops import Begun, Items, LoopJob, Origin
-from ...schemas.openai.items import input_items
-from ...schemas.openai.responses import ResponsesRequest, parse_responses
+from ...schemas.openai.responses.items import input_items
+from ...schemas.openai.responses.request import ResponsesRequest, parse_responses
 from .conversations import Conversations
 from .responses import ResponseLog, Stored
 

@@ -9,7 +9,7 @@ from ...schemas.errors import InvalidRequest, PayloadTooLarge, StreamNotFound
 from ...schemas.openai.chat import named_files
 from ...schemas.openai.completions import ChatRequest
 from ...schemas.openai.content import NamedFile, NamedFiles
-from ...schemas.openai.item_files import EARLIER
+from ...schemas.openai.responses.files import EARLIER
 from ..port import Broker
 from ..topology import FILES
 from .files import find_file

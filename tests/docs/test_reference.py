@@ -13,7 +13,7 @@ from pages import ROOT
 from penstock.schemas.events import FinishReason
 from penstock.schemas.openai.body import Body
 from penstock.schemas.openai.completions import ChatRequest, CompletionRequest
-from penstock.schemas.openai.responses import ResponsesRequest
+from penstock.schemas.openai.responses.request import ResponsesRequest
 from penstock.streams import port
 
 PAGE = ROOT / "docs" / "reference.md"

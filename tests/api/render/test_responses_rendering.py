@@ -40,7 +40,7 @@ from penstock.schemas.events import (
     Usage,
 )
 from penstock.schemas.loops import Begun, Ended, Items, LoopJob, Turned, TurnId
-from penstock.schemas.openai.turn_items import TurnItems, item_id
+from penstock.schemas.openai.responses.turns import TurnItems, item_id
 
 EXAMPLES = settings(max_examples=50, deadline=None)
 ID = "resp_" + "0123456789abcdef" * 2

@@ -17,10 +17,10 @@ from penstock.schemas.events import Done, Token, ToolCallDelta, Usage
 from penstock.schemas.openai.chat import CustomTool, NamedTool
 from penstock.schemas.openai.completions import ChatRequest, parse_body
 from penstock.schemas.openai.custom_tools import InputReader, arguments_of, custom_names, input_of
-from penstock.schemas.openai.item_messages import chat_messages
-from penstock.schemas.openai.items import input_items
 from penstock.schemas.openai.lark_patterns import lark_pattern
-from penstock.schemas.openai.responses import parse_responses
+from penstock.schemas.openai.responses.items import input_items
+from penstock.schemas.openai.responses.messages import chat_messages
+from penstock.schemas.openai.responses.request import parse_responses
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from('"\\\n\t/{}😀'), max_size=12)
 PATCH = r"""

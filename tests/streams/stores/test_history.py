@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from penstock.schemas.errors import InvalidRequest, StreamNotFound
 from penstock.schemas.loops import Begun, Ended, Items, LoopJob, Turned
-from penstock.schemas.openai.responses import parse_responses
+from penstock.schemas.openai.responses.request import parse_responses
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.stores import history
 from penstock.streams.stores.conversations import Conversation, Conversations

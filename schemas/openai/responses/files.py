@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..loops import Items
-from .responses import ResponsesRequest
+from ...loops import Items
+from .request import ResponsesRequest
 
 EARLIER = ("conversation", "previous_response_id")  # parameters that bring items which came before
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import Field, Tag, ValidationError, model_validator
 
-from .item_base import Id, Item, Part, Status, by_type
+from .base import Id, Item, Part, Status, by_type
 
 
 class ShellAction(Part):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.schemas.events import FinishReason, Token, TokenLogprob, ToolCallDelta, TopLogprob
 from penstock.schemas.loops import Items, TurnId
-from penstock.schemas.openai.turn_items import Change, TurnItems, item_id
+from penstock.schemas.openai.responses.turns import Change, TurnItems, item_id
 
 EXAMPLES = settings(max_examples=200, deadline=None)
 HEX = "0123456789abcdef" * 2

@@ -11,14 +11,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from ..base import MAX_TOOLS, ToolName, tool_name
-from ..errors import InvalidRequest
-from ..jobs import TOKEN_PATTERN
-from ..loops import LoopTool, Source
-from .body import Body, OpenBody
+from ...base import MAX_TOOLS, ToolName, tool_name
+from ...errors import InvalidRequest
+from ...jobs import TOKEN_PATTERN
+from ...loops import LoopTool, Source
+from ..body import Body, OpenBody
+from ..chat import Function, InputGrammar
+from .base import by_type, type_tag
 from .built_in_tools import DEFINITIONS
-from .chat import Function, InputGrammar
-from .item_base import by_type, type_tag
 
 
 class _Direct(Body):

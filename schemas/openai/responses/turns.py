@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from ..events import FinishReason, Token, TokenLogprob, ToolCallDelta
-from ..loops import Items, TurnId
+from ...events import FinishReason, Token, TokenLogprob, ToolCallDelta
+from ...loops import Items, TurnId
+from ..custom_tools import InputReader
+from .base import PREFIXES
 from .built_in_items import TOOLS, begun_call, built_in_call
-from .custom_tools import InputReader
-from .item_base import PREFIXES
 
 _WHOLE: tuple[FinishReason, ...] = ("stop", "stop_sequence", "tool_calls")
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, model_validator
 
-from .body import Body, OpenBody
+from ..body import Body, OpenBody
 
 Id = Annotated[str, Field(min_length=1)]
 Status = Literal["in_progress", "completed", "incomplete"]

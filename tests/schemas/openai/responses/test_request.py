@@ -19,10 +19,10 @@ from penstock.schemas.errors import InvalidRequest
 from penstock.schemas.loops import LoopTool, TurnId
 from penstock.schemas.openai.chat import NamedTool
 from penstock.schemas.openai.completions import ChatRequest, generation_params, parse_request
-from penstock.schemas.openai.item_messages import chat_messages
-from penstock.schemas.openai.items import input_items
-from penstock.schemas.openai.responses import ResponsesRequest, parse_responses
-from penstock.schemas.openai.turn_items import item_id
+from penstock.schemas.openai.responses.items import input_items
+from penstock.schemas.openai.responses.messages import chat_messages
+from penstock.schemas.openai.responses.request import ResponsesRequest, parse_responses
+from penstock.schemas.openai.responses.turns import item_id
 
 RESPONSE = "resp_" + "0a" * 16
 FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, Tag, model_validator
 
-from ..errors import InvalidRequest
-from ..loops import Items
+from ...errors import InvalidRequest
+from ...loops import Items
+from .base import PREFIXES, Id, Item, Part, Status, by_type
 from .built_in_items import (
     ApplyPatchCall,
     ApplyPatchCallOutput,
@@ -21,7 +22,6 @@ from .built_in_items import (
     ShellCall,
     ShellCallOutput,
 )
-from .item_base import PREFIXES, Id, Item, Part, Status, by_type
 
 
 class InputText(Part):

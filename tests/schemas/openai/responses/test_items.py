@@ -14,9 +14,9 @@ from pydantic import TypeAdapter
 from penstock.schemas.errors import InvalidRequest
 from penstock.schemas.loops import Items, LoopTool, TurnId
 from penstock.schemas.openai.completions import ChatRequest, parse_request
-from penstock.schemas.openai.item_messages import chat_messages
-from penstock.schemas.openai.items import Approval, InputItem, approved_calls, input_items
-from penstock.schemas.openai.turn_items import item_id
+from penstock.schemas.openai.responses.items import Approval, InputItem, approved_calls, input_items
+from penstock.schemas.openai.responses.messages import chat_messages
+from penstock.schemas.openai.responses.turns import item_id
 
 RESPONSE = "resp_" + "0a" * 16
 REFUSED = "The user did not approve this call."

@@ -14,11 +14,16 @@ from pydantic import TypeAdapter
 
 from penstock.engine.grammar.json_schema import json_schema_grammar
 from penstock.schemas.errors import InvalidRequest
-from penstock.schemas.openai.built_in_items import arguments_of_built_in, begun_call, built_in_call, result_of_built_in
-from penstock.schemas.openai.built_in_tools import DEFINITIONS, built_in_names
-from penstock.schemas.openai.items import input_items
-from penstock.schemas.openai.response_tools import ShellTool
-from penstock.schemas.openai.responses import parse_responses
+from penstock.schemas.openai.responses.built_in_items import (
+    arguments_of_built_in,
+    begun_call,
+    built_in_call,
+    result_of_built_in,
+)
+from penstock.schemas.openai.responses.built_in_tools import DEFINITIONS, built_in_names
+from penstock.schemas.openai.responses.items import input_items
+from penstock.schemas.openai.responses.request import parse_responses
+from penstock.schemas.openai.responses.tools import ShellTool
 
 OFFICIAL: TypeAdapter[Any] = TypeAdapter(ResponseOutputItem)
 TEXTS = st.text(max_size=20)

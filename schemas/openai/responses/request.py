@@ -12,17 +12,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, Tag, ValidationError
 
-from ..base import MAX_TOOLS
-from ..errors import InvalidRequest
-from ..jobs import Priority, SubjectToken
-from ..loops import LoopTool, Source
-from ..params import GenerationParams
-from .body import Body, ModelName, Unsupported
-from .chat import JsonSchema
-from .completions import TIERS, parse_body, refusal
-from .item_base import by_type
+from ...base import MAX_TOOLS
+from ...errors import InvalidRequest
+from ...jobs import Priority, SubjectToken
+from ...loops import LoopTool, Source
+from ...params import GenerationParams
+from ..body import Body, ModelName, Unsupported
+from ..chat import JsonSchema
+from ..completions import TIERS, parse_body, refusal
+from .base import by_type
 from .items import InputItem
-from .response_tools import (
+from .tools import (
     AllowedTools,
     BuiltInTool,
     ChosenBuiltIn,

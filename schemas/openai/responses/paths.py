@@ -6,11 +6,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..errors import InvalidRequest
-from ..events import ErrorBody
-from ..loops import LoopTool
-from .response_tools import McpTool, NamespaceTool, Offered
-from .responses import ResponsesRequest
+from ...errors import InvalidRequest
+from ...events import ErrorBody
+from ...loops import LoopTool
+from .request import ResponsesRequest
+from .tools import McpTool, NamespaceTool, Offered
 
 _NAMES = {
     "max_completion_tokens": "max_output_tokens",

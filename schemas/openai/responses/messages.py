@@ -12,11 +12,11 @@ from typing import Any
 
 import orjson
 
-from ..errors import InvalidRequest
-from ..loops import Items, LoopTool
+from ...errors import InvalidRequest
+from ...loops import Items, LoopTool
+from ..custom_tools import arguments_of
+from ..result_images import ResultImages
 from .built_in_items import TOOLS, arguments_of_built_in, result_of_built_in
-from .custom_tools import arguments_of
-from .result_images import ResultImages
 
 _REFUSED = "The user did not approve this call."
 _UNFINISHED = "This call was not finished."

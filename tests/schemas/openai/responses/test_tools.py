@@ -6,11 +6,11 @@ from typing import Any
 
 from penstock.schemas.events import Token, ToolCallDelta
 from penstock.schemas.openai.completions import ChatRequest, parse_request
-from penstock.schemas.openai.item_messages import chat_messages
-from penstock.schemas.openai.items import input_items
-from penstock.schemas.openai.response_tools import hosted, namespaced
-from penstock.schemas.openai.responses import ResponsesRequest, parse_responses
-from penstock.schemas.openai.turn_items import TurnItems
+from penstock.schemas.openai.responses.items import input_items
+from penstock.schemas.openai.responses.messages import chat_messages
+from penstock.schemas.openai.responses.request import ResponsesRequest, parse_responses
+from penstock.schemas.openai.responses.tools import hosted, namespaced
+from penstock.schemas.openai.responses.turns import TurnItems
 
 RESPONSE = "resp_" + "0" * 32
 
