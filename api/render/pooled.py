@@ -55,16 +55,31 @@ class Ranking(Renderer):
         self._body = body
 
     def whole(self, tokens: list[Token], done: Done) -> bytes:
-        best = sorted(tokens, key=lambda token: (-float(token.text), token.choice))[: self._body.get("top_n")]
-        results = list(map(self._result, best))
+        results = list(map(self._result, self._best(tokens)))
         answer = {"id": self.request, "object": "list", "model": self._model, "results": results, **_counted(done)}
         return orjson.dumps(answer)
+
+    def _best(self, tokens: list[Token]) -> list[Token]:
+        return sorted(tokens, key=lambda token: (-float(token.text), token.choice))[: self._body.get("top_n")]
 
     def _result(self, token: Token) -> dict[str, Any]:
         result: dict[str, Any] = {"index": token.choice, "relevance_score": float(token.text)}
         if self._body.get("return_documents") is True:
             document = self._body["documents"][token.choice]
             result["document"] = {"text": document} if isinstance(document, str) else document
+        return result
+
+
+class ListedRanking(Ranking):
+    """The list that Text Embeddings Inference answers with."""
+
+    def whole(self, tokens: list[Token], done: Done) -> bytes:
+        return orjson.dumps(list(map(self._result, self._best(tokens))))
+
+    def _result(self, token: Token) -> dict[str, Any]:
+        result: dict[str, Any] = {"index": token.choice, "score": float(token.text)}
+        if self._body.get("return_documents") is True:
+            result["text"] = self._body["documents"][token.choice]
         return result
 
 

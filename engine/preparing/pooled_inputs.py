@@ -59,7 +59,7 @@ def _pairs(request: RerankRequest, tokenizer: TokenizerLike, *, context_length: 
             f"{name} ranks no documents; ask a reranker, a model that scores a query with a document.",
             code="unsupported_capability",
         )
-    documents, most = request.documents, request.max_tokens_per_doc
+    documents = request.documents
     if len(documents) > MAX_INPUTS:
         raise InvalidRequest(
             f"The request has {len(documents)} documents; send at most {MAX_INPUTS}.", param="documents"
@@ -67,6 +67,7 @@ def _pairs(request: RerankRequest, tokenizer: TokenizerLike, *, context_length: 
     if not request.query.strip():
         raise InvalidRequest("The query is blank; send some text.", code="empty_prompt", param="query")
     refuse_far_too_long(tokenizer, request.query, context_length, "query")
+    most = _most(request, tokenizer, context_length)
 
     def checked() -> Iterator[str]:
         for index, document in enumerate(documents):
@@ -84,7 +85,7 @@ def _pairs(request: RerankRequest, tokenizer: TokenizerLike, *, context_length: 
         if len(ids) > context_length:
             raise InvalidRequest(
                 f"The query and {path} have {len(ids)} tokens together, but this model's maximum context length is "
-                f"{context_length} tokens; shorten them, or send max_tokens_per_doc to have documents cut.",
+                f"{context_length} tokens; shorten them, or send max_tokens_per_doc or truncate to have documents cut.",
                 code="context_length_exceeded",
                 param=path,
             )
@@ -98,3 +99,18 @@ def _pairs(request: RerankRequest, tokenizer: TokenizerLike, *, context_length: 
             )
         prompts.append(ids)
     return prompts
+
+
+def _most(request: RerankRequest, tokenizer: PairTokenizer, context_length: int) -> int | None:
+    """How many tokens of a document are read; None if all are. Raises `InvalidRequest` for a query without room."""
+    if not request.truncate:
+        return request.max_tokens_per_doc
+    [alone] = tokenizer.pairs(request.query, [""])
+    if (room := context_length - len(alone)) < 1:
+        raise InvalidRequest(
+            f"The query leaves no room for a document: it has {len(alone)} tokens with the model's own, of "
+            f"{context_length}; shorten it.",
+            code="context_length_exceeded",
+            param="query",
+        )
+    return min(room, request.max_tokens_per_doc or room)

@@ -1,6 +1,7 @@
-"""The body of `/v1/rerank`, as Cohere and Jina defined it.
+"""The body of `/v1/rerank`, as Cohere and Jina defined it, and that of Hugging Face's Text Embeddings Inference.
 
-Sources: https://docs.cohere.com/reference/rerank and https://api.jina.ai/redoc#tag/rerank
+Sources: https://docs.cohere.com/reference/rerank, https://api.jina.ai/redoc#tag/rerank and
+https://huggingface.github.io/text-embeddings-inference
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from .body import OpenBody, Unsupported
+from .body import Body, ModelName, OpenBody, Unsupported
 from .embeddings import PooledRequest
 
-_SHORTER = "send max_tokens_per_doc, which has longer documents cut"
+_SHORTER = "send max_tokens_per_doc or truncate, which have longer documents cut"
 
 
 class DocumentText(OpenBody):
@@ -33,14 +34,13 @@ class RerankRequest(PooledRequest):
     """Asks how relevant each of `documents` is to `query`, and for the best `top_n` of them.
 
     A pair of query and document that is longer than the model's context is refused, unless `max_tokens_per_doc` has
-    documents cut to so many tokens.
+    documents cut to so many tokens, or `truncate` to what the context takes beside the query.
     """
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
         "max_chunks_per_doc": Unsupported(advice=_SHORTER),
         "rank_fields": Unsupported((None, ["text"]), "send each document as one text"),
-        "texts": Unsupported(advice="send documents"),
-        "truncate": Unsupported((None, False), _SHORTER),
+        "texts": Unsupported(advice="send documents, or ask /rerank"),
         "truncate_prompt_tokens": Unsupported(advice=_SHORTER),
         "truncation": Unsupported((None, False), _SHORTER),
     }
@@ -50,7 +50,28 @@ class RerankRequest(PooledRequest):
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool | None = None
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
+    truncate: bool | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
         return [self.query, *self.documents]
+
+
+class TextsRequest(Body):
+    """The same question in the form of Text Embeddings Inference, whose answer is a list."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        "raw_scores": Unsupported((None, False), "scores are on the model's own scale"),
+        "truncation_direction": Unsupported((None, "right", "Right"), "documents are cut at their ends"),
+    }
+
+    model: ModelName | None = None
+    query: str
+    texts: Annotated[list[str], Field(min_length=1)]
+    return_text: bool | None = None
+    truncate: bool | None = None
+
+    def rerank_body(self) -> dict[str, Any]:
+        """The body of the same request at `/v1/rerank`."""
+        body = {"query": self.query, "documents": self.texts, "return_documents": self.return_text is True}
+        return body | self.model_dump(include={"model", "truncate"}, exclude_none=True)

@@ -69,6 +69,16 @@ def test_documents_come_by_their_relevance(client: httpx2.Client, scores: list[f
     assert len(turned) == 1 and ("document" in turned[0]) is not shown
 
 
+@pytest.mark.parametrize("shown", [False, True])
+def test_text_embeddings_inference_s_form(client: httpx2.Client, scores: list[float], shown: bool) -> None:
+    body = {"query": QUERY, "texts": [*DOCUMENTS, "fox " * 5000], "return_text": shown, "truncate": True}
+    found = client.post("/rerank", json=body).json()
+    assert [one["score"] for one in found] == sorted((one["score"] for one in found), reverse=True)
+    by_index = {one["index"]: one for one in found}
+    assert [by_index[index]["score"] for index in range(3)] == pytest.approx(scores)
+    assert [by_index[index].get("text") for index in range(3)] == [one if shown else None for one in DOCUMENTS]
+
+
 def test_what_the_docs_show(client: httpx2.Client) -> None:
     page = (Path(__file__).parents[3] / "docs" / "http-api.md").read_text(encoding="utf-8")
     [(body, answer)] = re.findall(r"/v1/rerank -d '(.+)'\n```\n```json\n(.+)\n", page)
@@ -95,6 +105,7 @@ def test_the_model_says_what_it_gives(client: httpx2.Client) -> None:
         ({"truncate_prompt_tokens": -1}, "truncate_prompt_tokens", "send max_tokens_per_doc"),
         ({"rank_fields": ["title"]}, "rank_fields", "as one text"),
         ({"texts": ["a"]}, "texts", "send documents"),
+        ({"query": "what " * 400, "truncate": True}, "query", "leaves no room for a document"),
     ],
 )
 def test_a_fault_is_named(client: httpx2.Client, change: dict[str, Any], param: str, message: str) -> None:
@@ -102,6 +113,20 @@ def test_a_fault_is_named(client: httpx2.Client, change: dict[str, Any], param: 
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, param)
     assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"texts": []}, "texts"),
+        ({"texts": [1]}, "texts[0]"),
+        ({"raw_scores": True}, "raw_scores"),
+        ({"query": 1}, "query"),
+    ],
+)
+def test_a_fault_of_its_form_is_named(client: httpx2.Client, change: dict[str, Any], param: str) -> None:
+    response = client.post("/rerank", json={"query": QUERY, "texts": DOCUMENTS} | change)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 def test_a_job_on_nats_has_a_score_a_token(server: Served, scores: list[float]) -> None:

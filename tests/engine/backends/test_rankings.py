@@ -88,6 +88,27 @@ def test_documents_are_cut_where_the_caller_says_so(models: Callable[[str], Path
         )
 
 
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_documents_are_cut_to_what_the_context_takes(models: Callable[[str], Path], kind: str) -> None:
+    with engine_of(models(kind)) as engine:
+        adapter = OpenAIAdapter(engine)
+        asked = {"query": QUERY, "documents": ["fox " * 5000, "fox"], "truncate": True}
+        found = {one["index"]: one["relevance_score"] for one in adapter.create(asked, PATH)["results"]}
+        most = next(n for n in range(999) if _fails(engine, "fox " * (n + 1)))
+        assert [found[0], found[1]] == pytest.approx(engine.score(QUERY, ["fox " * most, "fox"]), abs=1e-5)
+        with pytest.raises(InvalidRequest, match="leaves no room for a document") as refused:
+            adapter.create({**asked, "query": "what " * 400}, PATH)
+        assert refused.value.param == "query"
+
+
+def _fails(engine: InferenceEngine, document: str) -> bool:
+    try:
+        engine.score(QUERY, [document])
+    except InvalidRequest:
+        return True
+    return False
+
+
 @pytest.mark.parametrize(
     ("query", "documents", "most", "param", "message"),
     [
