@@ -227,6 +227,22 @@ def test_the_images_of_results_follow_them_as_the_users() -> None:
     assert chat_messages(full(*items, text("assistant", "so")), None)[3:] == [alone[3], chat[4]]
 
 
+def test_of_images_that_servers_return_those_that_are_there_are_shown() -> None:
+    marks = "One: [image file-1] and\n[image file-2][image file-3]"
+    items = full(text("user", "Look."), mcp(0, output=marks, images=["file-1", "file-2", "file-3"]))
+    assert items[1]["images"] == ["file-1", "file-2", "file-3"], "kept as they are, and taken back"
+    *_, call, result, shown = chat_messages(items, None, images={"file-1", "file-3"})
+    assert [one["function"]["name"] for one in call["tool_calls"]] == ["read"]
+    assert result["content"] == "One: \n[image 1]\n and\n[image file-2]\n[image 2]"
+    images = [{"type": "image_url", "image_url": {"file_id": id}} for id in ("file-1", "file-3")]
+    texts = [{"type": "text", "text": f"[image {number}]"} for number in (1, 2)]
+    assert shown == {"role": "user", "content": [texts[0], images[0], texts[1], images[1]]}
+    *_, result = chat_messages(items, None)
+    assert (result["role"], result["content"]) == ("tool", marks)
+    cut = full(text("user", "Look."), mcp(0, output="One: [image fi", images=["file-1"]))
+    assert chat_messages(cut, None, images={"file-1"})[-2]["content"] == "One: [image fi\n[image 1]"
+
+
 def test_results_go_in_the_order_of_the_calls() -> None:
     chat = chat_messages(full(called("a"), called("b"), output("b"), output("a"), text("assistant", "so")), None)
     assert [said(message) for message in chat] == [
