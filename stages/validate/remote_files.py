@@ -17,7 +17,7 @@ from urllib.parse import unquote
 from ...engine.preparing.documents import document_not_fetched, document_parts
 from ...engine.vision.chat import image_parts, is_remote
 from ...engine.vision.reading import not_fetched
-from ...schemas.errors import ConfigurationError, InvalidRequest
+from ...schemas.errors import InvalidRequest
 from ...schemas.openai.completions import ChatRequest
 from ...schemas.urls import UrlLocation
 
@@ -55,8 +55,8 @@ class Wanted(NamedTuple):
 
 
 class RemoteFiles:
-    """`images` and `documents` are the beginnings of the URLs from which each may be fetched. Raises
-    `ConfigurationError` for one that is none."""
+    """`images` and `documents` are the beginnings of the URLs from which each may be fetched, as `Settings` has checked
+    them."""
 
     def __init__(
         self,
@@ -66,16 +66,10 @@ class RemoteFiles:
     ) -> None:
         """`permits` says which addresses may be asked."""
         self._permits = permits
-        self._allowed: dict[str, list[UrlLocation]] = {"image": [], "document": []}
-        faults = []
-        for kind, texts in (("image", images), ("document", documents)):
-            for text in texts:
-                try:
-                    self._allowed[kind].append(UrlLocation.prefix(text))
-                except ValueError as error:
-                    faults.append(f"{kind}_allowed_urls: {text!r}: {error}")
-        if faults:
-            raise ConfigurationError(faults)
+        self._allowed = {
+            "image": [UrlLocation.prefix(text) for text in images],
+            "document": [UrlLocation.prefix(text) for text in documents],
+        }
 
     def wanted(self, request: object, *, sees: bool) -> dict[str, Wanted]:
         """The URLs of a request's remote files, without images unless the model `sees`, each with its first place.

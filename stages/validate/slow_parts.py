@@ -42,7 +42,6 @@ class SlowParts:
     """Waits for them. Its methods raise `InvalidRequest`, `Overloaded`, `DeadlineExceeded` and `CancelledMeanwhile`."""
 
     def __init__(self, pipe: Pipe, grammars: GrammarChecker) -> None:
-        """Raises `ConfigurationError`."""
         self._grammars = grammars
         self._compiling = FairGate(1, "grammars to be compiled")
         self._pipe = pipe

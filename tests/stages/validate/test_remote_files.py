@@ -17,7 +17,7 @@ from memory_pipeline import MODEL, Pipeline, events_of
 from pdf_files import pdf
 from vision_models import picture
 
-from penstock.schemas.errors import ConfigurationError, InvalidRequest
+from penstock.schemas.errors import InvalidRequest
 from penstock.schemas.events import Done, Event, Failed, Token
 from penstock.schemas.jobs import Job
 from penstock.schemas.openai.completions import ChatRequest
@@ -254,10 +254,3 @@ async def test_documents_are_fetched_and_one_slow_server_holds_up_no_other_tenan
 )
 def test_only_public_addresses_are_public(address: str, public: bool) -> None:
     assert is_public(ip_address(address)) is public
-
-
-def test_a_prefix_that_is_no_url_is_told_at_once() -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        RemoteFiles(["example.org", "https://a.example/?x=1", "https://a.example/x"], ["a.example"])
-    settings = [fault.split(":")[0] for fault in caught.value.faults]
-    assert settings == ["image_allowed_urls", "image_allowed_urls", "document_allowed_urls"]
