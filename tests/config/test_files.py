@@ -33,7 +33,7 @@ def test_no_command_waits_for_a_pipe_that_nobody_writes_to(pipe: Path) -> None:
         lambda: load_servers(pipe),
         lambda: load_scenario(pipe),
     ):
-        with pytest.raises(ConfigurationError, match="penstock.toml.* is a pipe that nobody writes to; name a file"):
+        with pytest.raises(ConfigurationError, match=r"penstock\.toml.* is a pipe that nobody writes to; name a file"):
             read()
     with pytest.raises(AccessError, match="is a pipe that nobody writes to; name a file"):
         Access(ca=pipe).tls()
@@ -41,7 +41,7 @@ def test_no_command_waits_for_a_pipe_that_nobody_writes_to(pipe: Path) -> None:
 
 def test_a_pipe_in_place_of_the_default_file_is_told(pipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(pipe.parent)
-    with pytest.raises(ConfigurationError, match="^penstock.toml: cannot be read.*is a pipe that nobody writes to"):
+    with pytest.raises(ConfigurationError, match=r"^penstock\.toml: cannot be read.*is a pipe that nobody writes to"):
         load()
 
 
