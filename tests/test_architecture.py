@@ -169,7 +169,7 @@ ROOMS: dict[str, set[str]] = {
         "engine.text",
         "engine.vision",
     },
-    "engine.text": {"engine.checkpoints", "engine.checkpoints.gguf", "engine.models"},
+    "engine.text": {"engine.checkpoints", "engine.checkpoints.gguf", "engine.cpu.process", "engine.models"},
     "engine.vision": {
         "engine.vision.families",
         "engine.background",
