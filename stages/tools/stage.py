@@ -81,6 +81,11 @@ class Tools(Stage):
         self._history: History
         self._calls: Calls
 
+    @property
+    def most_unsettled(self) -> int:
+        """All that may wait: a response whose tools are slow stays in hand, and must keep nobody else's from coming."""
+        return self.pipe.settings.tools_limit + 2 * self.concurrency
+
     async def run(self, intake: Intake) -> None:
         self._log = await ResponseLog.of(self.pipe.broker)
         self._conversations = await Conversations.of(self.pipe.broker)
