@@ -224,15 +224,11 @@ EXCEPTIONS: dict[str, set[str]] = {
     "stages/infer/requests.py": {"engine"},
     "stages/infer/stage.py": {"engine"},
     "stages/loading.py": {"engine.adapters", "engine.models", "engine.planning"},
-    "stages/validate/remote_files.py": {
-        "engine.preparing.documents",
-        "engine.vision.chat",
-        "engine.vision.reading",
-    },
     "stages/validate/slow_parts.py": {
         "engine.grammar.checker",
         "engine.preparing.documents",
         "engine.preparing.prepare",
+        "engine.preparing.remote_files",
     },
     "stages/validate/stage.py": {
         "engine.grammar.checker",

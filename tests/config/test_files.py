@@ -58,10 +58,13 @@ def test_what_a_command_writes_into_a_pipe_is_read_to_its_end() -> None:
     reading, writing = os.pipe()
     text = "# é\n" * 50_000 + "port = 5\n"  # more than a pipe holds
     with open(reading, "rb"), open(writing, "w", encoding="utf-8") as end:
-        writer = threading.Thread(target=lambda: (end.write(text), end.close()))
-        begun = threading.Timer(0, writer.start)
-        begun.start()
+
+        def write() -> None:
+            end.write(text)
+            end.close()
+
+        writer = threading.Thread(target=write)
+        writer.start()
         assert read_text(Path(f"/dev/fd/{reading}")) == text
-        begun.join()
         writer.join()
     assert load(config=Path(os.devnull)).settings.port == 8000
