@@ -18,6 +18,7 @@ import structlog
 
 from ..schemas.errors import ConfigurationError, Unauthorized
 from ..schemas.jobs import TOKEN_PATTERN, Priority
+from .files import read_text
 
 log = structlog.get_logger(__name__)
 
@@ -111,7 +112,7 @@ class Keys:
 
     def _load(self, file: Path) -> None:
         try:
-            lines = file.read_text("utf-8-sig").splitlines()
+            lines = read_text(file, "utf-8-sig").splitlines()
             readable = file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError([f"api_keys_file {file} cannot be read: {error}"]) from None

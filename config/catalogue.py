@@ -25,6 +25,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from ..schemas.errors import ConfigurationError
 from ..schemas.models.catalogue import CatalogueEntry, parse_keep_alive
 from ..schemas.sources import absolute_pair, gguf_model, is_gguf, looks_like_path
+from .files import read_text
 from .sources import Loaded
 
 _KEPT = ("version", "name", "revision", "others", "failed_swap")  # not the file's to set
@@ -93,7 +94,7 @@ def read_models(file: Path | None = None, directory: Path | None = None) -> tupl
 
 def _from_file(path: Path, faults: list[str]) -> list[_Found]:
     try:
-        tables = tomllib.loads(path.read_text("utf-8-sig"))
+        tables = tomllib.loads(read_text(path, "utf-8-sig"))
     except FileNotFoundError:
         faults.append(f"{path}: no such file; name an existing one")
     except (OSError, UnicodeDecodeError) as error:

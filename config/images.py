@@ -7,16 +7,16 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_settings import BaseSettings, NoDecode
 
-from .models import split_commas
+from .models import UrlPrefix, split_commas
 
 
 class ImageSettings(BaseSettings):
     """A part of `Settings`."""
 
-    image_allowed_urls: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas)] = Field(
+    image_allowed_urls: Annotated[tuple[UrlPrefix, ...], NoDecode, BeforeValidator(split_commas)] = Field(
         (), description="Beginnings of URLs from which requests may have images fetched; none by default."
     )
-    document_allowed_urls: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas)] = Field(
+    document_allowed_urls: Annotated[tuple[UrlPrefix, ...], NoDecode, BeforeValidator(split_commas)] = Field(
         (), description="Beginnings of URLs from which requests may have documents fetched; none by default."
     )
     mmproj: str | None = Field(

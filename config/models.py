@@ -5,13 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, get_args
 
-from pydantic import BeforeValidator, ByteSize, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode
 
 
 def split_commas(value: object) -> object:
     """The parts of a text with commas between them; anything else as it is."""
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _check_prefix(value: str) -> str:
+    from ..schemas.urls import UrlLocation  # imports httpx2, which commands without such settings need not wait for
+
+    UrlLocation.prefix(value)
+    return value
+
+
+UrlPrefix = Annotated[str, AfterValidator(_check_prefix)]
 
 
 def _pairs(value: object) -> object:

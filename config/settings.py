@@ -18,7 +18,7 @@ from .api_keys import ApiKey
 from .broker import BrokerSettings
 from .directories import user_state
 from .images import ImageSettings
-from .models import split_commas
+from .models import UrlPrefix, split_commas
 from .plugins import PluginSettings
 from .tenants import TenantSettings
 
@@ -211,7 +211,7 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings, ImageSettings):
     mcp_config: Path | None = Field(
         None, description='MCP servers by name, in the JSON that MCP clients share: {"mcpServers": {…}}.'
     )
-    mcp_allowed_urls: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas)] = Field(
+    mcp_allowed_urls: Annotated[tuple[UrlPrefix, ...], NoDecode, BeforeValidator(split_commas)] = Field(
         (), description="Prefixes of the URLs of MCP servers that requests may name; none by default."
     )
     tool_functions: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas)] = Field(

@@ -15,6 +15,7 @@ from pydantic_settings import EnvSettingsSource
 
 from ..schemas.errors import ConfigurationError
 from ..schemas.sources import join_pair, parts_of
+from .files import read_text
 from .settings import Settings
 
 DEFAULT_FILE = Path("penstock.toml")
@@ -95,7 +96,7 @@ def _file(config: Path | None) -> tuple[Path, bool]:
 
 def _from_file(path: Path, named: bool, faults: list[str]) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text("utf-8-sig"))
+        return tomllib.loads(read_text(path, "utf-8-sig"))
     except FileNotFoundError:
         if named:
             faults.append(f"{path}: no such file; give an existing one with --config or PENSTOCK_CONFIG")

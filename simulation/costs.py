@@ -21,6 +21,7 @@ from typing import Annotated, Any, NamedTuple, Self
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from ..config.files import read_bytes
 from ..schemas.errors import ConfigurationError
 
 Milliseconds = Annotated[float, Field(gt=0)]
@@ -77,7 +78,7 @@ class StepCosts(BaseModel):
         documents, served, faults = [], list[_Served](), []
         for file in files:
             try:
-                document = orjson.loads(file.read_bytes())
+                document = orjson.loads(read_bytes(file))
                 match document["benchmark"]:
                     case "engine":
                         documents.append((document["options"]["context"], document["medians"]))

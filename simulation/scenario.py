@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ..config.files import read_text
 from ..config.settings import Settings
 from ..schemas.errors import ConfigurationError
 from ..schemas.jobs import Priority, SubjectToken
@@ -177,7 +178,7 @@ class Loaded(NamedTuple):
 def load_scenario(path: Path) -> Loaded:
     """Raises `ConfigurationError` with every fault of the file."""
     try:
-        values = tomllib.loads(path.read_text("utf-8"))
+        values = tomllib.loads(read_text(path))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigurationError([f"{path}: {error}"]) from None
     return parse_scenario(values, path.parent)

@@ -36,6 +36,7 @@ from .visits import CURRENT, Visit, traced
 
 log = structlog.get_logger(__name__)
 
+LEAST_UNSETTLED = 1024  # deliveries of a consumer that may be unsettled, of whatever stage
 _LONGEST = 200  # characters of a message's id that the log shows
 
 
@@ -97,7 +98,7 @@ class Runner:
             subject=subject,
             ack_wait=self._stage.lease,
             max_deliver=-1,  # attempts are counted here: the broker would keep a spent message and tell nobody
-            max_ack_pending=max(1024, 2 * self._stage.concurrency, self._stage.most_unsettled),
+            max_ack_pending=max(LEAST_UNSETTLED, 2 * self._stage.concurrency, self._stage.most_unsettled),
             takeover=takeover,
             idle_limit=idle_limit,
         )

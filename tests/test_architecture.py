@@ -169,7 +169,7 @@ ROOMS: dict[str, set[str]] = {
         "engine.text",
         "engine.vision",
     },
-    "engine.text": {"engine.checkpoints", "engine.checkpoints.gguf", "engine.models"},
+    "engine.text": {"engine.checkpoints", "engine.checkpoints.gguf", "engine.cpu.process", "engine.models"},
     "engine.vision": {
         "engine.vision.families",
         "engine.background",
@@ -225,15 +225,11 @@ EXCEPTIONS: dict[str, set[str]] = {
     "stages/infer/stage.py": {"engine"},
     "stages/loading.py": {"engine.adapters", "engine.models", "engine.planning"},
     "stages/tools/images.py": {"engine.vision.reading"},
-    "stages/validate/remote_files.py": {
-        "engine.preparing.documents",
-        "engine.vision.chat",
-        "engine.vision.reading",
-    },
     "stages/validate/slow_parts.py": {
         "engine.grammar.checker",
         "engine.preparing.documents",
         "engine.preparing.prepare",
+        "engine.preparing.remote_files",
     },
     "stages/validate/stage.py": {
         "engine.grammar.checker",

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...config.api_keys import Keys
 from ...config.settings import Settings
+from ...engine.preparing.remote_files import RemoteFiles
 from ...engine.vision.reading import ImageLimits
 from ...schemas.errors import STORE_FULL, BrokerUnavailable, Overloaded, Refusal, StorageFull, StreamFull
 from ...schemas.events import ErrorBody
@@ -89,7 +90,12 @@ def create_app(
     add_pages(app)
     _add_error_handlers(app)
     _add_middleware(app, settings, bridge)
-    preparers = Preparers(registry, NamedFileStore(broker, settings.max_body_size), ImageLimits.of(settings))
+    preparers = Preparers(
+        registry,
+        NamedFileStore(broker, settings.max_body_size),
+        ImageLimits.of(settings),
+        RemoteFiles(settings.image_allowed_urls, settings.document_allowed_urls),
+    )
     readiness = readiness or Readiness(bridge, broker, registry, settings)
     gateway = Gateway(bridge, broker, registry, settings, Quotas(broker, settings.tenant_quota), preparers)
     add_completions(app, gateway)

@@ -10,6 +10,7 @@ import structlog
 from ...engine.preparing.documents import READERS, has_files, read_documents
 from ...engine.preparing.prepare import Preparer
 from ...engine.preparing.preparers import PreparerCache
+from ...engine.preparing.remote_files import RemoteFiles, as_named
 from ...engine.vision.reading import ANY, ImageLimits
 from ...schemas.errors import Fatal, InvalidRequest, Overloaded
 from ...schemas.openai.completions import ChatRequest, CompletionRequest
@@ -22,16 +23,27 @@ from ...streams.stores.registry import Registry
 
 log = structlog.get_logger(__name__)
 
+FETCHED_TOGETHER = 4  # requests to be counted whose images and documents are fetched at the same time
+
 Counted = ChatRequest | CompletionRequest | PooledRequest
 
 
 class Preparers:
     """The preparers of the models in `registry`, each loaded when it is first needed."""
 
-    def __init__(self, registry: Registry, files: NamedFileStore, limits: ImageLimits = ANY) -> None:
-        """`files` has what requests name by id; `limits` are those of images."""
+    def __init__(
+        self,
+        registry: Registry,
+        files: NamedFileStore,
+        limits: ImageLimits = ANY,
+        remote: RemoteFiles | None = None,
+    ) -> None:
+        """`files` has what requests name by id, `remote` fetches what they name by URL, from nowhere by default;
+        `limits` are those of images."""
         self.files = files
         self._registry = registry
+        self._remote = remote or RemoteFiles()
+        self._fetching = FairGate(FETCHED_TOGETHER, "images and documents to be fetched", share=FETCHED_TOGETHER // 2)
         self._cache = PreparerCache(limits=limits)
         self._reading = FairGate(READERS, "files to be read")
         self.counting = FairGate(1, "prompts to be counted")  # a long one takes a second, and hundreds of megabytes
@@ -68,16 +80,21 @@ class Preparers:
         Raises `InvalidRequest`, and what `of` and `NamedFileStore.read` raise.
         """
         preparer = await self.of(card)
+        files: NamedFiles = NO_FILES
+        if wanted := self._remote.wanted(request, sees=preparer.sees):
+            async with self._fetching.turn(tenant, size):
+                files = as_named(await self._remote.fetch(wanted))
+            size += sum(len(file.data) for file in files.values())
         if not has_files(request):
             async with self.counting.turn(tenant, size):
-                return await self._tokens(preparer, request, card.name)
+                return await self._tokens(preparer, request, card.name, files)
         async with self._reading.turn(tenant, size):
-            files = await self.files.read(tenant, request)
+            files = {**files, **await self.files.read(tenant, request)}
             request = await read_documents(request, preparer.limits, files)
             async with self.counting.turn(tenant, size):
                 return await self._tokens(preparer, request, card.name, files)
 
-    async def _tokens(self, preparer: Preparer, request: Counted, name: str, files: NamedFiles = NO_FILES) -> list[int]:
+    async def _tokens(self, preparer: Preparer, request: Counted, name: str, files: NamedFiles) -> list[int]:
         fetched = {id: file.data for id, file in files.items()}
         found = await asyncio.to_thread(
             preparer.prepare, request, fetched=fetched, context_length=sys.maxsize, name=name, seed=0

@@ -12,6 +12,7 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -78,9 +79,10 @@ class OpenAIAdapter:
         """Yield the chunks of an answer as they come; to leave early cancels the request. Raises as `acreate` does."""
         running = await self._open({**body, "stream": True}, endpoint, streaming=True)
         try:
-            async for token in running.tokens():
-                for message in running.renderer.chunks(token):
-                    yield _chunk(message)
+            async with aclosing(running.tokens()) as tokens:
+                async for token in tokens:
+                    for message in running.renderer.chunks(token):
+                        yield _chunk(message)
             *usage, _ = running.renderer.end(running.done())
             for message in usage:
                 yield _chunk(message)
@@ -170,6 +172,7 @@ class _Running:
         finally:
             for take in waiting:
                 take.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)  # whoever leaves may close the loop next
 
     def done(self) -> Done:
         usage = Usage(self._prompt_tokens, self._num_tokens, self._prompt_tokens + self._num_tokens, self._num_cached)

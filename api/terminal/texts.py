@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ...config.files import read_text
 from ...engine.text.tokenizer import load_tokenizer
 from ...schemas.errors import StartupError
 
@@ -11,7 +12,7 @@ from ...schemas.errors import StartupError
 def read_chunks(file: Path, option: str, model: str, length: int) -> list[list[int]]:
     """The text of `file` in chunks, see `split`. Raises `StartupError`, which names `option`."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file)
     except OSError as error:
         raise StartupError(f"{option} {file}: {error.strerror}; check the path") from error
     except UnicodeDecodeError as error:

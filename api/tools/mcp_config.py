@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError
 
+from ...config.files import read_text
 from ...schemas.base import Strict
 from ...schemas.errors import ConfigurationError
 from ...schemas.urls import parse_url
@@ -66,7 +67,7 @@ def load_servers(
     Raises `ConfigurationError` with every fault.
     """
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError([f"{path} cannot be read as JSON: {error}"]) from None
     entries = content.get("mcpServers") if isinstance(content, dict) else None

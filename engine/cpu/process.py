@@ -60,7 +60,7 @@ def prepare_memory() -> None:
 
 
 def return_memory() -> None:
-    """Give what loading has freed back to the system; the allocator would keep up to a gigabyte of it."""
+    """Give what has been freed back to the system; after a model was loaded the allocator would keep a gigabyte."""
     with contextlib.suppress(OSError, AttributeError):  # another library than glibc
         ctypes.CDLL(None).malloc_trim(0)
 

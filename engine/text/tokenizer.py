@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ...schemas.errors import InvalidRequest, ModelLoadError
 from ...schemas.sources import looks_like_path
 from ..checkpoints.files import read_json
+from ..cpu.process import return_memory
 from ..models import ranks, read_config, read_model_info, resolve_model
 from .byte_tokenizer import ByteTokenizer
 from .chat_templates import ChatTemplates
@@ -18,6 +19,8 @@ from .tokenizer_port import BORDER, PIECE, Piece, TokenizerLike
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
+
+_LONG = 1 << 20  # characters of a text
 
 
 def load_tokenizer(source: str, backend: str = "hf") -> TokenizerLike:
@@ -72,7 +75,10 @@ class Tokenizer:
             return list(self._slow.encode(text, add_special_tokens=add_special_tokens))
         assert self.fast is not None
         # As a batch of one, for which the library lets other threads run, and without positions in the text.
-        return self.fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        ids = self.fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        if len(text) > _LONG:
+            return_memory()  # the library took a hundred times the text's, in as many heaps as there are threads
+        return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         if self.fast is not None:

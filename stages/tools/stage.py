@@ -55,12 +55,8 @@ from .spans import link_response
 MAX_TURNS = 10
 INCOMPLETE = ("length", "content_filter")  # finish reasons
 REFUSED = (400, 404, 413, 429, 503)  # statuses with which the first turn may be refused
-_CLIENTS = {
-    "function_call",
-    "custom_tool_call",
-    "mcp_approval_request",
-    *BUILT_IN_TOOLS,
-}  # items that the client answers
+# Items that the client answers.
+_CLIENTS = {"function_call", "custom_tool_call", "mcp_approval_request", *BUILT_IN_TOOLS}
 MAX_PAUSE = 30.0  # seconds before a turn that the server had no capacity for is requested again
 
 Status = Literal["completed", "failed", "incomplete", "cancelled"]
@@ -80,6 +76,11 @@ class Tools(Stage):
         self._conversations: Conversations
         self._history: History
         self._calls: Calls
+
+    @property
+    def most_unsettled(self) -> int:
+        """All that may wait: a response whose tools are slow stays in hand, and must keep nobody else's from coming."""
+        return self.pipe.settings.tools_limit + 2 * self.concurrency
 
     async def run(self, intake: Intake) -> None:
         self._log = await ResponseLog.of(self.pipe.broker)

@@ -10,15 +10,14 @@ from typing import NamedTuple, TypeVar, cast
 from ...engine.grammar.checker import GrammarChecker
 from ...engine.preparing.documents import READERS, has_files, read_documents
 from ...engine.preparing.prepare import Preparer
+from ...engine.preparing.remote_files import RemoteFiles, as_named
 from ...schemas.errors import DeadlineExceeded
-from ...schemas.openai.content import NamedFile
 from ...schemas.params import Grammar
 from ...schemas.registry import ModelCard
 from ...streams.gate import FairGate
 from ...streams.stores.named_files import NamedFileStore
 from ..contract import Pipe
 from ..visits import leave_turn
-from .remote_files import RemoteFiles, name_of
 
 FETCHED_TOGETHER = 16  # requests whose images and documents are fetched at the same time
 
@@ -42,7 +41,6 @@ class SlowParts:
     """Waits for them. Its methods raise `InvalidRequest`, `Overloaded`, `DeadlineExceeded` and `CancelledMeanwhile`."""
 
     def __init__(self, pipe: Pipe, grammars: GrammarChecker) -> None:
-        """Raises `ConfigurationError`."""
         self._grammars = grammars
         self._compiling = FairGate(1, "grammars to be compiled")
         self._pipe = pipe
@@ -70,8 +68,7 @@ class SlowParts:
         held = waiter.size + sum(map(len, fetched.values()))
         async with self._turn(self._reading, waiter._replace(size=held)):
             named = await self._files.read(waiter.tenant, request)
-            files = {**named, **{url: NamedFile(name_of(url), data) for url, data in fetched.items()}}
-            read = await read_documents(request, preparer.limits, files)
+            read = await read_documents(request, preparer.limits, {**named, **as_named(fetched)})
             yield cast(Request, read), fetched | {id: file.data for id, file in named.items()}
 
     async def check(self, grammar: Grammar, model: ModelCard, param: str, waiter: Waiter) -> None:

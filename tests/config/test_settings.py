@@ -29,6 +29,7 @@ from penstock.schemas.errors import ConfigurationError
 Source = Literal["flag", "variable", "file"]
 SOURCES: tuple[Source, ...] = ("file", "variable", "flag")  # the later wins
 
+ALLOWED_URLS = ("image_allowed_urls", "document_allowed_urls", "mcp_allowed_urls")
 FIELDS = Settings.model_fields
 WORDS = st.text(
     st.characters(codec="utf-8", exclude_categories=["C", "Z"], exclude_characters="@:\\"), min_size=1, max_size=12
@@ -69,10 +70,9 @@ def _values(name: str) -> st.SearchStrategy[Any]:
     if name == "nats_url":
         servers = st.tuples(st.sampled_from(["", "nats://", "tls://"]), TOKENS, st.sampled_from(["", ":1"]))
         return st.lists(servers.map("".join), min_size=1, max_size=3).map(",".join)
+    if name in ALLOWED_URLS:
+        return st.lists(TOKENS.map("https://example.org/{}".format), max_size=3).map(tuple)
     if name in (
-        "image_allowed_urls",
-        "document_allowed_urls",
-        "mcp_allowed_urls",
         "tool_functions",
         "tool_grants",
         "tools_without_approval",
@@ -117,6 +117,8 @@ def _faults(name: str) -> list[str]:
         return ["short"]
     if name == "cors_origins":
         return ["short", "https://a/b"]
+    if name in ALLOWED_URLS:
+        return ["example.org", "https://a.example/?x=1", "ftp://a.example", "https://"]
     if name == "lora_modules":
         return ["a", "a=", "=a", "a=b,a=c", "a=b,c"]
     if name == "tenant_weights":

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 from nats.errors import Error
 
 from ....config.broker import BrokerSettings, check_broker
+from ....config.files import read_text
 from ....config.sources import flag
 
 if TYPE_CHECKING:
@@ -226,7 +227,7 @@ def _line(path: Path | None, setting: str) -> str:
 def _text(path: Path | None, setting: str) -> str:
     assert path is not None
     try:
-        return path.read_text("utf-8")
+        return read_text(path)
     except FileNotFoundError:
         raise AccessError(f"{path} ({flag(setting)}): no such file") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -50,6 +50,9 @@ def test_in_a_response_and_the_result_of_its_tool(echo_server: Served) -> None:
             remote: Any = {"type": "input_file", "file_url": "https://a.example/b.pdf"}
             client.responses.create(model="echo", input=[{"role": "user", "content": [remote]}])
         assert (caught.value.code, caught.value.param) == ("remote_document", "input")
+        with pytest.raises(openai.BadRequestError) as counted:
+            client.responses.input_tokens.count(model="echo", input=[{"role": "user", "content": [remote]}])
+        assert counted.value.body == caught.value.body
         with pytest.raises(openai.BadRequestError, match="must have one of file_data, file_id and file_url"):
             client.responses.create(model="echo", input=[{"role": "user", "content": [remote | file]}])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from collections.abc import Iterator
@@ -87,6 +88,16 @@ async def test_leaving_a_stream_stops_the_request(adapter: OpenAIAdapter) -> Non
     answer = await adapter.acreate(CHAT)
     assert answer["usage"]["completion_tokens"] <= 12
     assert adapter.engine.stats().num_running == 0
+
+
+def test_a_stream_that_is_left_leaves_nothing_in_its_loop(adapter: OpenAIAdapter) -> None:
+    """As where Flask reads it in a loop of its own and closes that: asyncio complained of tasks that were pending."""
+    loop = asyncio.new_event_loop()
+    stream = adapter.stream({**CHAT, "max_tokens": 1000, "ignore_eos": True})
+    loop.run_until_complete(anext(stream))
+    loop.run_until_complete(stream.aclose())
+    assert not asyncio.all_tasks(loop)
+    loop.close()
 
 
 @pytest.mark.parametrize(

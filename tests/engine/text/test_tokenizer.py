@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -164,3 +166,13 @@ def test_other_threads_go_on_while_a_long_text_becomes_tokens() -> None:
         time.sleep(0)  # lets go of the interpreter, as an event loop does where it waits
         turns += 1
     assert turns > 100
+
+
+def test_the_memory_of_a_long_text_is_given_back(tokenizer: Tokenizer) -> None:
+    """A bridge that had counted a few texts of 6 MB kept gigabytes."""
+    text = "penstock serves models " * 50_000
+    with ThreadPoolExecutor(1) as threads:  # which has a heap of its own
+        threads.submit(tokenizer.encode, "short").result()
+        before = psutil.Process().memory_info().rss
+        assert threads.submit(lambda: len(tokenizer.encode(text))).result() > 100_000
+        assert psutil.Process().memory_info().rss - before < 48 << 20

@@ -7,13 +7,16 @@ import uuid
 from collections import Counter
 from typing import Any
 
+import pytest
 from memory_pipeline import MODEL, Pipeline, events_of
 
 from penstock.api.bridge.reading import Reading
 from penstock.schemas.errors import ToolFailed
 from penstock.schemas.jobs import Job
 from penstock.schemas.loops import KeepImage, LoopTool, Source, ToolResult
+from penstock.stages import runner
 from penstock.stages.tools.calls import SHARE, TOGETHER
+from penstock.stages.tools.stage import Tools
 
 PATIENCE = 30.0  # seconds until a wait counts as endless
 
@@ -64,6 +67,24 @@ async def test_nobody_waits_for_the_servers_of_others() -> None:
         assert toolbox.asked["slow"] == SHARE
         toolbox.goes.set()
         for reading in (own, *many):
+            assert (await kinds_of(reading))[-1] == "done"
+    finally:
+        toolbox.goes.set()
+        await pipeline.stop()
+
+
+async def test_any_number_of_responses_may_wait_for_slow_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that wait are unsettled; once as many were as the broker delivers, nobody's response got on."""
+    monkeypatch.setattr(runner, "LEAST_UNSETTLED", 8)
+    monkeypatch.setattr(Tools, "concurrency", 4)
+    toolbox: Any = Slow()
+    pipeline = await Pipeline.start(toolbox=toolbox, lease=60.0)
+    try:
+        many = [await respond(pipeline, "many", "slow") for _ in range(16)]
+        async with asyncio.timeout(PATIENCE):
+            assert (await kinds_of(await respond(pipeline, "one")))[-1] == "done"
+        toolbox.goes.set()
+        for reading in many:
             assert (await kinds_of(reading))[-1] == "done"
     finally:
         toolbox.goes.set()

@@ -17,12 +17,14 @@ from memory_pipeline import MODEL, Pipeline, events_of
 from pdf_files import pdf
 from vision_models import picture
 
-from penstock.schemas.errors import ConfigurationError, InvalidRequest
+from penstock.api.http.preparers import Preparers
+from penstock.engine.preparing import remote_files
+from penstock.engine.preparing.remote_files import RemoteFiles, is_public, name_of
+from penstock.schemas.errors import InvalidRequest
 from penstock.schemas.events import Done, Event, Failed, Token
 from penstock.schemas.jobs import Job
 from penstock.schemas.openai.completions import ChatRequest
-from penstock.stages.validate import remote_files
-from penstock.stages.validate.remote_files import RemoteFiles, is_public, name_of
+from penstock.streams.stores.named_files import NamedFileStore
 
 
 class Server:
@@ -234,6 +236,24 @@ async def test_documents_are_fetched_and_one_slow_server_holds_up_no_other_tenan
         await pipeline.stop()
 
 
+async def test_what_is_counted_is_fetched_as_for_a_request(
+    server: Server, names: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.stages.validate.slow_parts.RemoteFiles", partial(RemoteFiles, permits=lambda _: True))
+    pipeline = await Pipeline.start(document_allowed_urls=(server.url,))
+    try:
+        url = f"{server.url}/lawn.pdf"
+        done = (await ask(pipeline, "a", "one", document(url)))[-1]
+        assert isinstance(done, Done)
+        remote = RemoteFiles(documents=[server.url], permits=lambda _: True)
+        preparers = Preparers(pipeline.pipe.registry, NamedFileStore(pipeline.pipe.broker, 0), remote=remote)
+        parts = [document(url), {"type": "text", "text": "What colour?"}]
+        chat = ChatRequest.model_validate({"model": MODEL, "messages": [{"role": "user", "content": parts}]})
+        assert len(await preparers.prompt(await preparers.card(MODEL), chat, "one", 0)) == done.usage.prompt_tokens
+    finally:
+        await pipeline.stop()
+
+
 @pytest.mark.parametrize(
     ("address", "public"),
     [
@@ -254,10 +274,3 @@ async def test_documents_are_fetched_and_one_slow_server_holds_up_no_other_tenan
 )
 def test_only_public_addresses_are_public(address: str, public: bool) -> None:
     assert is_public(ip_address(address)) is public
-
-
-def test_a_prefix_that_is_no_url_is_told_at_once() -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        RemoteFiles(["example.org", "https://a.example/?x=1", "https://a.example/x"], ["a.example"])
-    settings = [fault.split(":")[0] for fault in caught.value.faults]
-    assert settings == ["image_allowed_urls", "image_allowed_urls", "document_allowed_urls"]

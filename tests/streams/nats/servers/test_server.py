@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import stat
+import subprocess
 import sys
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -48,6 +50,31 @@ def command_line(pid: int) -> str:
 async def test_a_held_directory_is_refused(own_server: EmbeddedServer, tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"state is in use by another Penstock; stop that one"):
         await EmbeddedServer.start(tmp_path / "state")
+
+
+async def test_a_limit_on_the_size_of_files_is_lifted_where_it_may_be(tmp_path: Path) -> None:
+    """Under it the server could not write, and took nothing more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, hard))
+    try:
+        server = await EmbeddedServer.start(tmp_path / "state")
+        broker = await JetStreamBroker.connect(server.url, namespace="p", timeout=10.0)
+        await broker.ensure([LEDGER], [])
+        await broker.publish("p.ledger", bytes(1 << 20), message_id="large")
+        await broker.close()
+        await server.stop()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_no_broker_starts_where_its_files_would_be_too_large(tmp_path: Path) -> None:
+    code = (
+        "import asyncio, pathlib, resource; from penstock.streams.nats.servers.server import EmbeddedServer as Server;"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20));"
+        f"asyncio.run(Server.start(pathlib.Path({str(tmp_path)!r})))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "files may have no more than 1 MiB here (ulimit -f), and the broker's need 64 MiB; raise" in done.stderr
 
 
 async def test_a_directory_may_have_any_name(tmp_path: Path) -> None:

@@ -14,12 +14,13 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import TYPE_CHECKING, Literal, NamedTuple
 from urllib.parse import unquote
 
-from ...engine.preparing.documents import document_not_fetched, document_parts
-from ...engine.vision.chat import image_parts, is_remote
-from ...engine.vision.reading import not_fetched
-from ...schemas.errors import ConfigurationError, InvalidRequest
+from ...schemas.errors import InvalidRequest
 from ...schemas.openai.completions import ChatRequest
+from ...schemas.openai.content import NamedFile, NamedFiles
 from ...schemas.urls import UrlLocation
+from ..vision.chat import image_parts, is_remote
+from ..vision.reading import not_fetched
+from .documents import document_not_fetched, document_parts
 
 if TYPE_CHECKING:
     import httpx2
@@ -55,8 +56,8 @@ class Wanted(NamedTuple):
 
 
 class RemoteFiles:
-    """`images` and `documents` are the beginnings of the URLs from which each may be fetched. Raises
-    `ConfigurationError` for one that is none."""
+    """`images` and `documents` are the beginnings of the URLs from which each may be fetched, as `Settings` has checked
+    them."""
 
     def __init__(
         self,
@@ -66,16 +67,10 @@ class RemoteFiles:
     ) -> None:
         """`permits` says which addresses may be asked."""
         self._permits = permits
-        self._allowed: dict[str, list[UrlLocation]] = {"image": [], "document": []}
-        faults = []
-        for kind, texts in (("image", images), ("document", documents)):
-            for text in texts:
-                try:
-                    self._allowed[kind].append(UrlLocation.prefix(text))
-                except ValueError as error:
-                    faults.append(f"{kind}_allowed_urls: {text!r}: {error}")
-        if faults:
-            raise ConfigurationError(faults)
+        self._allowed = {
+            "image": [UrlLocation.prefix(text) for text in images],
+            "document": [UrlLocation.prefix(text) for text in documents],
+        }
 
     def wanted(self, request: object, *, sees: bool) -> dict[str, Wanted]:
         """The URLs of a request's remote files, without images unless the model `sees`, each with its first place.
@@ -178,6 +173,11 @@ async def _body(answer: httpx2.Response, place: Wanted, room: _Room) -> bytes:
         if room.left < 0:
             raise place.refused(f"the files behind the URLs of one request have more than {MOST_TOGETHER >> 20} MiB")
     return bytes(data)
+
+
+def as_named(fetched: Mapping[str, bytes]) -> NamedFiles:
+    """What was fetched, as files that a request names by their URLs."""
+    return {url: NamedFile(name_of(url), data) for url, data in fetched.items()}
 
 
 def name_of(url: str) -> str:
