@@ -77,7 +77,39 @@ class Blocks:
             yield
 
 
+def blocks_of(body: nn.Module, names: Sequence[str]) -> Blocks | None:
+    """Those of the tower in `body` whose names are first, and what computes further features of them; None if it has
+    none."""
+    blocks, *others = [[*_descendants(body, name)] for name in names] or [[]]
+    layers = getattr(body.config, "vision_feature_layer", None)
+    layers = getattr(getattr(body, "vision_tower", None), "used_blocks", layers)
+    return Blocks(blocks, [one for more in others for one in more], layers) if blocks else None
+
+
+def _descendants(module: nn.Module, name: str) -> Iterator[nn.Module]:
+    """The modules of a list, or of lists in it, inside another, in order, or the one of this name; none if it is
+    missing."""
+    for part in name.split("."):
+        found = getattr(module, part, None)
+        if found is None:
+            return
+        module = found
+    yield from _leaves(module)
+
+
+def _leaves(module: nn.Module) -> Iterator[nn.Module]:
+    if not isinstance(module, nn.ModuleList):
+        yield module
+        return
+    for one in module:
+        yield from _leaves(one)
+
+
 def _cost(block: nn.Module, hidden: Tensor) -> float:
-    """The floating-point operations of a block; windows of attention are counted as if there were none."""
-    count, size = hidden.shape[:-1].numel(), hidden.shape[-1]
-    return 2.0 * count * sum(parameter.numel() for parameter in block.parameters()) + 4.0 * count * count * size
+    """The floating-point operations of a block; windows of attention are counted as if there were none, and attention
+    among convolutions, of [B, C, H, W], not at all: it is the smallest part."""
+    numbers, size = sum(parameter.numel() for parameter in block.parameters()), hidden.shape[-1]
+    if hidden.ndim == 4 and any(parameter.ndim == 4 for parameter in block.parameters()):
+        return 2.0 * hidden.numel() / hidden.shape[1] * numbers
+    count = hidden.shape[:-1].numel()
+    return 2.0 * count * numbers + 4.0 * count * count * size

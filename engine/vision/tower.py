@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,8 +20,9 @@ from torch.backends import cudnn
 
 from ...schemas.errors import ModelLoadError
 from ..request import EngineRequest
-from .blocks import Blocks
-from .families.family import SCALING, UNUSED, is_of_tower, language_model_of
+from .blocks import Blocks, blocks_of
+from .embeddings import further_embeddings, replaced_tokens
+from .families.family import EMBEDDING, SCALING, UNUSED, is_of_tower, language_model_of
 from .features import ORDER, arranged, passes, stacked
 from .images import Key, PromptImage
 from .layout import ImageLayout, Placed
@@ -69,6 +70,7 @@ class LanguageModel(nn.Module):
         self.vision = vision
         self.name = type(whole).__name__
         self.replaced = replaced_tokens(whole.config)
+        self._further = further_embeddings(whole) if vision is not None else None
         self._has_layer_inputs = bool(getattr(text, "hidden_size_per_layer_input", 0))  # Gemma 4's E2B and E4B have
         self._softcap: float | None = getattr(text.config, "final_logit_softcapping", None)
         self.logit_scale: float = getattr(text.config, "output_multiplier", None) or 1.0  # of Muse, before the cap
@@ -99,6 +101,8 @@ class LanguageModel(nn.Module):
         for id, other in self.replaced.items():
             input_ids = input_ids.where(input_ids != id, other)
         embedded = self.model.get_input_embeddings()(input_ids)
+        if self._further is not None:
+            embedded = self._further(input_ids, embedded)
         if self._has_layer_inputs:
             more["per_layer_inputs"] = self.model.get_per_layer_inputs(input_ids)
         if seen is not None:
@@ -285,9 +289,7 @@ class Vision:
         return None, None
 
     def _find_blocks(self) -> Blocks | None:
-        blocks, *others = [list(_descendants(self._body, name)) for name in self.processor.blocks] or [[]]
-        layers = getattr(self._body.config, "vision_feature_layer", None)
-        return Blocks(blocks, [one for more in others for one in more], layers) if blocks else None
+        return blocks_of(self._body, self.processor.blocks)
 
     def _to_device(self, arrays: Arrays) -> dict[str, Tensor]:
         made = {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
@@ -317,30 +319,12 @@ class Vision:
             self._used -= self._cache.popitem(last=False)[1].nbytes
 
 
-def replaced_tokens(config: Any) -> dict[int, int]:
-    """Tokens that stand for what a text has not, and those that take their place in the model with this config."""
-    if config.model_type not in ("gemma4", "gemma4_unified"):
-        return {}
-    ids = (getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
-    return dict.fromkeys((id for id in ids if id is not None), config.get_text_config().pad_token_id)
-
-
-def _descendants(module: nn.Module, name: str) -> Iterable[nn.Module]:
-    """The modules of a list inside another, in order, or the one of this name; none if it is missing."""
-    for part in name.split("."):
-        found = getattr(module, part, None)
-        if found is None:
-            return ()
-        module = found
-    return module if isinstance(module, nn.ModuleList) else (module,)
-
-
 def split(model: Any, processor: VisionProcessor) -> LanguageModel:
     """The language model of a model of transformers that sees images, with its `Vision`. Raises `ModelLoadError`."""
     body = model.model
     text = language_model_of(body)
     head = model.get_output_embeddings()
-    for name in UNUSED:
+    for name in UNUSED - EMBEDDING.get(model.config.model_type, set()):
         if hasattr(body, name):
             setattr(body, name, None)
     if text is None or head is None or not hasattr(body, "get_image_features"):

@@ -610,6 +610,33 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 80, "width": 80}},
     ),
+    "gemma3n": (  # whose tokens around images, and of sounds, have embeddings of their own
+        ["<image_soft_token>", "<end_of_image>", "<start_of_image>"],
+        {
+            "text_config": _TEXT
+            | {"vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 16, "head_dim": 16}
+            | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": [128] * 4, "laurel_rank": 16}
+            | {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 20}
+            | {"activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0], "final_logit_softcapping": 5.0},
+            "vision_config": {
+                "model_args": {"channel_multiplier": 0.02, "msfa_output_resolution": 4},
+                "vocab_size": 8,
+                "vocab_offset": 512,
+                "label_names": ["LABEL_0", "LABEL_1"],
+            },
+            "audio_config": {  # which nothing uses but for its tokens
+                "hidden_size": 32,
+                "vocab_size": 120,
+                "vocab_offset": 520,
+                "conf_num_hidden_layers": 1,
+                "conf_num_attention_heads": 2,
+                "sscp_conv_channel_size": [8, 8],
+            },
+            "vision_soft_tokens_per_image": 16,
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "SiglipImageProcessor", "size": {"height": 64, "width": 64}, "do_normalize": False},
+    ),
     "gemma4": (  # as its large ones: image tokens see each other; an image has more tokens than the window
         ["<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>"],
         {
@@ -708,6 +735,11 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
         own |= {"vision_start_token_id": ids[1], "vision_end_token_id": ids[2], "video_token_id": ids[3]}
     if family in ("gemma4", "gemma4_e", "gemma4_unified"):
         own |= {"boi_token_id": ids[1], "eoi_token_id": ids[2], "video_token_id": ids[3], "audio_token_id": ids[4]}
+    if family == "gemma3n":
+        from penstock.engine.vision.mobilenet import provide_tower
+
+        own |= {"boi_token_id": ids[2], "eoi_token_id": ids[1], "audio_token_id": 639}
+        provide_tower()
     if family == "gemma3":
         own |= {"boi_token_index": ids[1], "eoi_token_index": ids[2]}
     if family in ("glm4v", "glm4v_moe", "glm46v", "glm_ocr"):
@@ -724,9 +756,11 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = library.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-        for parameter in model.parameters():  # towers begin with small numbers, in which all images look alike
+        for name, parameter in model.named_parameters():  # towers begin with small numbers, which make images alike
             if parameter.ndim > 1 and parameter.std() < 0.1:
                 torch.nn.init.normal_(parameter, std=0.1)
+            if name.endswith(".gamma"):  # Gemma 3n's, which begin as if blocks were not there
+                parameter.data.uniform_(0.5, 1)
         for name, buffer in model.named_buffers():  # Gemma 4's, which begin as if they were not there
             if (kind := name.rpartition(".")[2]) in _BUFFERS:
                 buffer.uniform_(*_BUFFERS[kind])

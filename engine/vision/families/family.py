@@ -20,6 +20,7 @@ from .merging import MergingProcessor
 from .slices import image_number, slices, write_aya, write_slices
 from .tiling import TilingProcessor, write_tiles
 from .writing import (
+    GEMMA3N_PROCESSOR,
     JANUS_OPENING,
     Config,
     Grid,
@@ -46,6 +47,7 @@ from .writing import (
     views,
     write_docling,
     write_gemma,
+    write_gemma3n,
     write_got,
     write_idefics2,
     write_internvl,
@@ -217,6 +219,12 @@ FAMILIES: dict[str, Family] = {
             "pan_and_scan_min_ratio_to_activate": 1.2,
         },
     ),
+    "gemma3n": Family(
+        no_grid,
+        write_gemma3n,
+        blocks=("vision_tower.timm_model.blocks",),
+        settings=lambda _: GEMMA3N_PROCESSOR,
+    ),
     "gemma4": _GEMMA4,
     "gemma4_unified": _GEMMA4._replace(blocks=(), prepares=MergingProcessor),
     "aya_vision": Family(
@@ -328,6 +336,8 @@ _TOWERS = {
 }
 UNUSED = {"audio_tower", "embed_audio", "vqmodel", "generation_embeddings", "generation_aligner", "generation_head"}
 """Modules' names, too."""
+EMBEDDING = {"gemma3n": {"embed_audio"}}
+"""Those of them that a family needs for tokens of text."""
 SCALING = {"granite_docling"}
 """Those whose heads divide logits by the `logits_scaling` of their text_config, as Granite's do alone."""
 _BIDIRECTIONAL = {"paligemma", "shieldgemma2", "t5gemma2"}

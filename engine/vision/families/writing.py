@@ -17,6 +17,12 @@ JANUS_OPENING = (
     "You are a helpful language and vision assistant. You are able to understand the visual content that the user "
     "provides, and assist the user with a variety of tasks using natural language.\n\n"
 )
+GEMMA3N_PROCESSOR: dict[str, Any] = {  # as of the published models
+    "image_processor_type": "SiglipImageProcessor",
+    "size": {"height": 768, "width": 768},
+    "resample": 2,
+    "do_normalize": False,
+}
 EDGE = "<fake_token_around_image>"
 _JANUS = {"image_size": 384, "patch_size": 16}
 Config = Mapping[str, Any]
@@ -221,6 +227,11 @@ def write_gemma(config: Config, grid: Grid, mark: str) -> str:
         return one
     crops = " ".join([one] * grid[0])
     return f"Here is the original image {one} and here are some crops to help you see better {crops}"
+
+
+def write_gemma3n(config: Config, grid: Grid, mark: str) -> str:
+    count = int(config.get("vision_soft_tokens_per_image", 256))
+    return f"\n\n<start_of_image>{mark * count}<end_of_image>\n\n"
 
 
 def gemma_tokens(config: Config) -> int:

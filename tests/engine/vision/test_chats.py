@@ -38,6 +38,14 @@ TOLD: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         {"num_image_tokens": 16, "use_default_system_prompt": True},
         {"image_token": "<image_placeholder>", "boi_token": "<begin_of_image>", "eoi_token": "<end_of_image>"},
     ),
+    "gemma3n": (
+        "Gemma3nProcessor",
+        {"image_seq_length": 16},
+        {
+            **{"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+            **{"audio_token": "<|endoftext|>", "boa_token": "<|endoftext|>", "eoa_token": "<|endoftext|>"},
+        },
+    ),
     "idefics2": ("Idefics2Processor", {"image_seq_len": 3}, {}),
     "ovis2": ("Ovis2Processor", {"image_seq_length": 4}, {}),
 }
@@ -97,7 +105,8 @@ def test_a_chat_becomes_the_prompt_of_transformers_own_processor(
         setattr(tokenizer, attribute, token)
         setattr(tokenizer, f"{attribute}_id", tokenizer.convert_tokens_to_ids(token))
     images = library.AutoImageProcessor.from_pretrained(directory, backend="pil")
-    theirs = getattr(library, name)(images, tokenizer, **told)
+    hearing = [library.Gemma3nAudioFeatureExtractor()] if family == "gemma3n" else []
+    theirs = getattr(library, name)(*hearing, images, tokenizer, **told)
     if "use_default_system_prompt" in told:
         (directory / "processor_config.json").write_text(json.dumps(told))
     preparer, own = load_preparer(str(directory), "paged", "none", "none"), VisionProcessor.of(directory)

@@ -38,6 +38,7 @@ Start = Callable[..., InferenceEngine]
 ConfigOf = Callable[..., EngineConfig]
 Truth = Callable[[str], tuple[list[EngineRequest], list[Tokens]]]
 UNCOMPILED = {
+    "gemma3n": "Gemma3nForConditionalGeneration",
     "lfm3_vl": "Lfm3VlForConditionalGeneration",
     "glm4v_moe": "Glm4vMoeForConditionalGeneration",
     "aya_vision": "AyaVisionForConditionalGeneration",
@@ -52,7 +53,7 @@ some_families = pytest.mark.parametrize(
     "family",
     [
         *("llava", "smolvlm", "qwen3_vl", "gemma3", "gemma4", "gemma4_e", "qwen3_5", "lfm2_vl", "lfm3_vl", "glm4v"),
-        *("llava_onevision", "minicpmv4_7", "ovis2"),
+        *("llava_onevision", "minicpmv4_7", "ovis2", "gemma3n"),
     ],
 )
 
@@ -210,6 +211,7 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("ovis2", {}),
         ("janus", {}),
         ("idefics2", {}),
+        ("gemma3n", {"quantization": "int8"}),
     ],
 )
 def test_other_numbers_see_as_well(family: str, changes: dict[str, Any], start: Start) -> None:
