@@ -157,7 +157,10 @@ class Vision:
             return None
         processor = self.processor
         first, *marks = processor.shown
-        return ImageLayout.of(request, first, processor.merge, processor.mutual > 0, processor.canvas, marks)
+        is_mutual = processor.mutual > 0
+        return ImageLayout.of(
+            request, first, processor.merge, is_mutual, processor.canvas, marks, is_prefix=processor.is_prefix
+        )
 
     def see(self, placed: Sequence[Placed], device: torch.device) -> Seen | None:
         """What the tokens of a step see, by their rows in it; None if there is no image."""
@@ -184,11 +187,12 @@ class Vision:
         whole = [*ids[:before], *shown, *ids[before:]]
         image = replace(image, offset=before, length=count)
         config = self._text.config
-        own, config._attn_implementation = config._attn_implementation, "sdpa"
+        is_capped = getattr(config, "attn_logit_softcapping", None) is not None
+        own, config._attn_implementation = config._attn_implementation, "eager" if is_capped else "sdpa"
         try:
             tokens = torch.tensor([whole], device=self._device)
             named = self.processor.types
-            types = {named: (tokens == self.processor.image_token).int()} if named else {}
+            types = {named: self.processor.type_ids(tokens)} if named else {}
             features: Tensor | None = None
             if self.processor.is_rigid and self._body.dtype != torch.float32:
                 embedded = self._text.get_input_embeddings()(tokens)
@@ -329,4 +333,8 @@ def split(model: Any, processor: VisionProcessor) -> LanguageModel:
             setattr(body, name, None)
     if text is None or head is None or not hasattr(body, "get_image_features"):
         raise ModelLoadError(f"{type(model).__name__} has no language model of its own; it cannot be served")
+    if processor.is_prefix:
+        for module in text.modules():
+            if hasattr(module, "is_causal"):
+                module.is_causal = True  # but for the ends that a prompt's layout gives
     return LanguageModel(model, text, head, Vision(model, text, processor))

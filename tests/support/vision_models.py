@@ -610,6 +610,27 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 80, "width": 80}},
     ),
+    "paligemma": (  # whose prompts see themselves as a whole
+        ["<image>", "<bos>"],
+        {
+            "text_config": _TEXT | {"model_type": "gemma", "num_key_value_heads": 1, "head_dim": 16},
+            "vision_config": _SIGLIP | {"model_type": "siglip_vision_model", "vision_use_head": False},
+            "projection_dim": 64,
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "SiglipImageProcessor", "size": {"height": 32, "width": 32}, "image_seq_length": 16},
+    ),
+    "paligemma2": (  # whose answers leave the windows of their prompts
+        ["<image>", "<bos>"],
+        {
+            "text_config": _TEXT
+            | {"model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 72},
+            "vision_config": _SIGLIP | {"model_type": "siglip_vision_model", "vision_use_head": False},
+            "projection_dim": 64,
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "SiglipImageProcessor", "size": {"height": 32, "width": 32}, "image_seq_length": 16},
+    ),
     "gemma3n": (  # whose tokens around images, and of sounds, have embeddings of their own
         ["<image_soft_token>", "<end_of_image>", "<start_of_image>"],
         {
@@ -694,7 +715,7 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
-KINDS = {"gemma4_e": "gemma4", "granite_vision": "llava_next"}
+KINDS = {"paligemma2": "paligemma", "gemma4_e": "gemma4", "granite_vision": "llava_next"}
 """The model_type of families that are named otherwise here."""
 
 _TEMPLATE = (

@@ -1,7 +1,6 @@
 """The families of models that see images, and how each writes an image among its tokens.
 
-Tokens of text are causal in all of them: models that let a whole prompt see itself in both directions (PaliGemma) would
-need another scheduler. Knows no torch and no transformers.
+Knows no torch and no transformers.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ....schemas.errors import ModelLoadError
 from .anyres import NEXT_SIZES, ONEVISION_SIZES, write_next, write_onevision
 from .bounds import bounds, budget, frame_bounds
 from .canvas import Canvas
@@ -22,11 +20,15 @@ from .tiling import TilingProcessor, write_tiles
 from .writing import (
     GEMMA3N_PROCESSOR,
     JANUS_OPENING,
+    PALIGEMMA_TEMPLATE,
     Config,
     Grid,
     crops,
+    gemma4_settings,
     gemma_tokens,
+    image_token,
     join_idefics2,
+    join_paligemma,
     merge_side,
     mutual_soft_tokens,
     no_grid,
@@ -34,6 +36,7 @@ from .writing import (
     patches,
     patches_and_side,
     pixtral_patch,
+    prompt_length,
     rows_and_columns,
     rows_by_columns,
     rows_columns_and_route,
@@ -43,7 +46,6 @@ from .writing import (
     sizes_and_count,
     soft_tokens,
     tile_count,
-    tower_of,
     views,
     write_docling,
     write_gemma,
@@ -67,14 +69,6 @@ from .writing import (
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # files with the settings of an image processor
 
 
-def image_token(config: Config) -> int:
-    """The id of the token that stands for a part of an image. Raises `ModelLoadError`."""
-    found = config.get("image_token_id", config.get("image_token_index"))
-    if not isinstance(found, int):
-        raise ModelLoadError("config.json does not give image_token_id; the model's files are incomplete")
-    return found
-
-
 class Family(NamedTuple):
     """How a family's processor describes an image: `grid` are numbers, of which `write` makes the text that stands for
     it, where `mark` is the text of one image token. `options` are for the image processor; `merge` is the side of the
@@ -96,6 +90,8 @@ class Family(NamedTuple):
     of a picture that shows how the model sees, without parts. `crops` names the input with crops of a picture, each of
     which is seen like a whole one, and before it, but for the feature that ends a picture. `marks` are texts and ids
     of tokens between those of an image that have features, too: the last rows of the tower's table, in this order.
+    `is_prefix`: all tokens of a prompt with images see each other; `join` writes how such a prompt begins. `template`
+    is the chat template of models that are published without one.
     `opening` is a text before each chat, where the processor's file asks for a default system prompt. `join` makes the
     text of a prompt of what has been written into it."""
 
@@ -124,6 +120,8 @@ class Family(NamedTuple):
     marks: Callable[[Config], Mapping[str, int]] = lambda _: {}
     opening: str = ""
     join: Callable[[str], str] = str
+    is_prefix: bool = False
+    template: str = ""
 
 
 def family_of(config: Config) -> Family | None:
@@ -166,12 +164,6 @@ def is_of_tower(name: str) -> bool:
     return not _TOWERS.isdisjoint(name.split("."))
 
 
-def _gemma4_settings(config: Config) -> dict[str, Any]:
-    names = ("patch_size", "pooling_kernel_size")
-    own = {name: tower_of(config)[name] for name in names if name in tower_of(config)}
-    return {"image_processor_type": "Gemma4ImageProcessor", **own}
-
-
 _QWEN = Family(
     patches,
     write_patches,
@@ -204,7 +196,7 @@ _GEMMA4 = Family(
     mutual=mutual_soft_tokens,
     in_windows=True,
     bounded=budget,
-    settings=_gemma4_settings,
+    settings=gemma4_settings,
 )
 FAMILIES: dict[str, Family] = {
     "gemma3": Family(
@@ -218,6 +210,16 @@ FAMILIES: dict[str, Family] = {
             "pan_and_scan_max_num_crops": 4,
             "pan_and_scan_min_ratio_to_activate": 1.2,
         },
+    ),
+    "paligemma": Family(
+        no_grid,
+        write_siglip,
+        blocks=("vision_tower.encoder.layers",),
+        mutual=prompt_length,
+        may_be_blind=True,
+        join=join_paligemma,
+        is_prefix=True,
+        template=PALIGEMMA_TEMPLATE,
     ),
     "gemma3n": Family(
         no_grid,
@@ -340,4 +342,4 @@ EMBEDDING = {"gemma3n": {"embed_audio"}}
 """Those of them that a family needs for tokens of text."""
 SCALING = {"granite_docling"}
 """Those whose heads divide logits by the `logits_scaling` of their text_config, as Granite's do alone."""
-_BIDIRECTIONAL = {"paligemma", "shieldgemma2", "t5gemma2"}
+_BIDIRECTIONAL = {"shieldgemma2", "t5gemma2"}

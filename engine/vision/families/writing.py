@@ -23,6 +23,15 @@ GEMMA3N_PROCESSOR: dict[str, Any] = {  # as of the published models
     "resample": 2,
     "do_normalize": False,
 }
+PALIGEMMA_TEMPLATE = """
+{%- set message = messages[0] -%}
+{%- if messages | length > 1 or message.role != 'user' or message.content is string -%}
+{{ raise_exception('this model takes one message of the user and no others, with images and a short prompt such as ' +
+'"caption en" or "answer en How many are there?"') }}
+{%- endif -%}
+{%- for part in message.content if part.type == 'image' -%}<image>{%- endfor -%}
+{%- for part in message.content if part.type == 'text' -%}{{ part.text }}{%- endfor -%}
+"""
 EDGE = "<fake_token_around_image>"
 _JANUS = {"image_size": 384, "patch_size": 16}
 Config = Mapping[str, Any]
@@ -35,6 +44,14 @@ def side_of(value: Any) -> int:
 
 def tower_of(config: Config) -> Config:
     found: Config = config["vision_config"]
+    return found
+
+
+def image_token(config: Config) -> int:
+    """The id of the token that stands for a part of an image. Raises `ModelLoadError`."""
+    found = config.get("image_token_id", config.get("image_token_index"))
+    if not isinstance(found, int):
+        raise ModelLoadError("config.json does not give image_token_id; the model's files are incomplete")
     return found
 
 
@@ -112,6 +129,17 @@ def write_idefics2(config: Config, grid: Grid, mark: str) -> str:
 def join_idefics2(text: str) -> str:
     """One mark stands between images beside each other, and a space between one and a word."""
     return re.sub(rf"{EDGE}(?=[^\s<])", f"{EDGE} ", text.replace(EDGE * 2, EDGE))
+
+
+def join_paligemma(text: str) -> str:
+    """The prompt begins behind its images, and a line ends it."""
+    images, text = text[: (end := text.rfind("<image>") + len("<image>"))], text[end:]
+    return f"{images}<bos>{text}\n"
+
+
+def prompt_length(config: Config) -> int:
+    """All tokens of a prompt see each other."""
+    return int(config.get("text_config", {}).get("max_position_embeddings", 8192))
 
 
 def write_janus(config: Config, grid: Grid, mark: str) -> str:
@@ -247,3 +275,9 @@ def mutual_soft_tokens(config: Config) -> int:
     default = "vision" if config.get("model_type") == "gemma4_unified" else None
     found = config.get("text_config", {}).get("use_bidirectional_attention", default)
     return BUDGETS[-1] if found == "vision" else 0
+
+
+def gemma4_settings(config: Config) -> dict[str, Any]:
+    names = ("patch_size", "pooling_kernel_size")
+    own = {name: tower_of(config)[name] for name in names if name in tower_of(config)}
+    return {"image_processor_type": "Gemma4ImageProcessor", **own}

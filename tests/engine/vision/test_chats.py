@@ -21,6 +21,7 @@ from vision_models import FAMILIES, make_vision_model, picture
 
 from penstock.engine.preparing.prepare import load_preparer
 from penstock.engine.vision.processor import VisionProcessor
+from penstock.schemas.errors import InvalidRequest
 from penstock.schemas.openai.completions import ChatRequest, parse_request
 
 # What each processor is told of its tiny model.
@@ -38,6 +39,7 @@ TOLD: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         {"num_image_tokens": 16, "use_default_system_prompt": True},
         {"image_token": "<image_placeholder>", "boi_token": "<begin_of_image>", "eoi_token": "<end_of_image>"},
     ),
+    "paligemma": ("PaliGemmaProcessor", {}, {"image_token": "<image>", "bos_token": "<bos>"}),
     "gemma3n": (
         "Gemma3nProcessor",
         {"image_seq_length": 16},
@@ -91,6 +93,7 @@ def test_the_template_for_got_ocr_writes_what_transformers_own_processor_does(
     assert torch.equal(torch.from_numpy(own.inputs(prepared.images[0])["pixel_values"]), wanted["pixel_values"])
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of PaliGemma's processor
 @pytest.mark.parametrize("family", TOLD)
 def test_a_chat_becomes_the_prompt_of_transformers_own_processor(
     family: str, directory_of: Callable[[str], Path]
@@ -125,6 +128,43 @@ def test_a_chat_becomes_the_prompt_of_transformers_own_processor(
         found = [own.inputs(image)["pixel_values"] for image in prepared.images]
         axis = 1 if family == "granite_docling" else 0
         assert torch.equal(torch.from_numpy(np.concatenate(found, axis)), wanted["pixel_values"])
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of PaliGemma's processor
+def test_a_paligemma_without_a_template_takes_images_and_a_prompt(
+    directory_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """As transformers' processor does; a chat of another kind is refused."""
+    import transformers
+
+    library, own = transformers, directory_of("paligemma")  # type: Any, Path
+    for file in own.iterdir():
+        if file.name != "chat_template.jinja":
+            shutil.copy(file, tmp_path)
+    tokenizer = library.AutoTokenizer.from_pretrained(tmp_path)
+    assert not tokenizer.chat_template
+    begin = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", tokenizer.get_vocab()["<bos>"])])
+    tokenizer.backend_tokenizer.post_processor = begin
+    tokenizer.save_pretrained(tmp_path)
+    tokenizer.bos_token, tokenizer.image_token = "<bos>", "<image>"
+    tokenizer.image_token_id = tokenizer.get_vocab()["<image>"]
+    theirs = library.PaliGemmaProcessor(library.AutoImageProcessor.from_pretrained(tmp_path, backend="pil"), tokenizer)
+    preparer = load_preparer(str(tmp_path), "paged", "none", "none")
+    files = [picture(), picture(80, 30, 1)]
+    wanted = theirs(
+        images=[Image.open(io.BytesIO(file)) for file in files],
+        text="<image><image>caption en",
+        return_tensors="pt",
+        add_special_tokens=False,
+    )
+    prepared = preparer.prepare(chat(files, "caption en"), context_length=3000, name="m", seed=1)
+    assert [*prepared.prompts[0]] == wanted["input_ids"][0].tolist()
+    alone = chat([], "caption en")
+    twice = chat(files, "caption en")
+    twice.messages.extend(alone.messages)
+    for refused in (alone, twice):
+        with pytest.raises(InvalidRequest, match="takes one message of the user and no others, with images"):
+            preparer.prepare(refused, context_length=3000, name="m", seed=1)
 
 
 @pytest.mark.parametrize("template", ["", "{{ bos_token }}"])

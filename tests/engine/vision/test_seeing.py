@@ -53,7 +53,7 @@ some_families = pytest.mark.parametrize(
     "family",
     [
         *("llava", "smolvlm", "qwen3_vl", "gemma3", "gemma4", "gemma4_e", "qwen3_5", "lfm2_vl", "lfm3_vl", "glm4v"),
-        *("llava_onevision", "minicpmv4_7", "ovis2", "gemma3n"),
+        *("llava_onevision", "minicpmv4_7", "ovis2", "gemma3n", "paligemma"),
     ],
 )
 
@@ -212,6 +212,8 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("janus", {}),
         ("idefics2", {}),
         ("gemma3n", {"quantization": "int8"}),
+        ("paligemma", {"quantization": "int4"}),
+        ("paligemma2", {}),
     ],
 )
 def test_other_numbers_see_as_well(family: str, changes: dict[str, Any], start: Start) -> None:
