@@ -37,7 +37,7 @@ from .checkpoints.packed_weights import lazy_packed_weights, packed_level_reader
 from .checkpoints.rounded import TakesLevels, attach, lazy_rounded_weights, rounded_readers, without_numbers
 from .config import EngineConfig
 from .models import packed_files, read_config, read_quantized, read_shapes
-from .vision.families.family import is_of_tower, language_model_of
+from .vision.families.names import is_of_tower, language_model_of
 from .vision.mobilenet import provide_tower
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -77,13 +78,23 @@ class Blocks:
             yield
 
 
-def blocks_of(body: nn.Module, names: Sequence[str]) -> Blocks | None:
-    """Those of the tower in `body` whose names are first, and what computes further features of them; None if it has
-    none."""
-    blocks, *others = [[*_descendants(body, name)] for name in names] or [[]]
-    layers = getattr(body.config, "vision_feature_layer", None)
-    layers = getattr(getattr(body, "vision_tower", None), "used_blocks", layers)
-    return Blocks(blocks, [one for more in others for one in more], layers) if blocks else None
+def blocks_of(body: Any, names: Sequence[str]) -> Blocks | None:
+    """Those of the tower in `body` whose name is first, or names with + between, and what computes further features of
+    them; None if it has none."""
+    if not names:
+        return None
+    first, *others = names
+    blocks = [block for name in first.split("+") for block in _descendants(body, name)]
+    return Blocks(blocks, [one for name in others for one in _descendants(body, name)], _used(body)) if blocks else None
+
+
+def _used(body: Any) -> int | Sequence[int] | None:
+    """The numbers of the hidden states that are used beside the last ones, counted as transformers counts them."""
+    if (index := getattr(body, "global_attn_index", None)) is not None:  # DeepSeek-VL, whose second tower follows
+        count = len(body.vision_model.encoder.layers)
+        return count, count + index + 1
+    used: int | Sequence[int] | None = getattr(body.config, "vision_feature_layer", None)
+    return getattr(getattr(body, "vision_tower", None), "used_blocks", used)
 
 
 def _descendants(module: nn.Module, name: str) -> Iterator[nn.Module]:

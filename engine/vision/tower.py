@@ -22,7 +22,7 @@ from ...schemas.errors import ModelLoadError
 from ..request import EngineRequest
 from .blocks import Blocks, blocks_of
 from .embeddings import further_embeddings, replaced_tokens
-from .families.family import EMBEDDING, SCALING, UNUSED, is_of_tower, language_model_of
+from .families.names import EMBEDDING, SCALING, UNUSED, is_of_tower, language_model_of
 from .features import ORDER, arranged, passes, stacked
 from .images import Key, PromptImage
 from .layout import ImageLayout, Placed

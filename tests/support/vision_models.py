@@ -375,6 +375,31 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "DeepseekVLImageProcessor", "size": {"height": 32, "width": 32}},
     ),
+    "deepseek_vl_hybrid": (  # as 7B, which has two towers
+        ["<image_placeholder>"],
+        {
+            "text_config": _TEXT | {"model_type": "llama"},
+            "vision_config": _SIGLIP | {"model_type": "siglip_vision_model", "vision_use_head": False},
+            "high_res_vision_config": {
+                "model_type": "sam_vision_model",
+                "hidden_size": 32,
+                "output_channels": 16,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 2,
+                "image_size": 64,
+                "patch_size": 8,
+                "window_size": 4,
+                "global_attn_indexes": [0],
+                "mlp_dim": 48,
+                "initializer_range": 0.3,
+            },
+        },
+        {
+            "image_processor_type": "DeepseekVLHybridImageProcessor",
+            "size": {"height": 32, "width": 32},
+            "high_res_size": {"height": 64, "width": 64},
+        },
+    ),
     "smolvlm": (
         [
             "<image>",
@@ -780,6 +805,8 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
         for name, parameter in model.named_parameters():  # towers begin with small numbers, which make images alike
             if parameter.ndim > 1 and parameter.std() < 0.1:
                 torch.nn.init.normal_(parameter, std=0.1)
+            if name.endswith("_alpha"):  # DeepSeek-VL's, likewise
+                parameter.data.fill_(0.7)
             if name.endswith(".gamma"):  # Gemma 3n's, which begin as if blocks were not there
                 parameter.data.uniform_(0.5, 1)
         for name, buffer in model.named_buffers():  # Gemma 4's, which begin as if they were not there

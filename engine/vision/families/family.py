@@ -148,22 +148,6 @@ def why_blind(config: Config) -> str:
     return "takes text alone"
 
 
-def language_model_of(body: Any) -> Any:
-    """The language model inside transformers' model without its output head; None in a model of text."""
-    return getattr(body, "language_model", None) or getattr(body, "text_model", None)
-
-
-def is_unused(name: str) -> bool:
-    """Whether a weight of this name belongs to what makes features of sounds, or pictures, which is dropped once it is
-    loaded."""
-    return not UNUSED.isdisjoint(name.split("."))
-
-
-def is_of_tower(name: str) -> bool:
-    """Whether a weight of this name belongs to what makes features of pictures, and not to a language model."""
-    return not _TOWERS.isdisjoint(name.split("."))
-
-
 _QWEN = Family(
     patches,
     write_patches,
@@ -305,6 +289,13 @@ FAMILIES: dict[str, Family] = {
         opening=JANUS_OPENING,
     ),
     "deepseek_vl": Family(no_grid, write_siglip, blocks=("vision_model.encoder.layers",), may_be_blind=True),
+    "deepseek_vl_hybrid": Family(
+        no_grid,
+        write_siglip,
+        blocks=("vision_model.encoder.layers+high_res_vision_model.vision_encoder.layers",),
+        may_be_blind=True,
+        narrows=True,
+    ),
     "smolvlm": _TILES,
     "lfm2_vl": Family(
         lambda _, made: tuple(made["tiles"]),
@@ -331,15 +322,4 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5": _QWEN._replace(may_be_blind=True),
     "qwen3_5_moe": _QWEN._replace(may_be_blind=True),
 }
-_TOWERS = {
-    *("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector", "embed_vision"),
-    *("projector", "vision_encoder", "vision_projection", "image_newline", "merger", "density_router", "aligner"),
-    *("view_separator", "visual_embeddings_table"),
-}
-UNUSED = {"audio_tower", "embed_audio", "vqmodel", "generation_embeddings", "generation_aligner", "generation_head"}
-"""Modules' names, too."""
-EMBEDDING = {"gemma3n": {"embed_audio"}}
-"""Those of them that a family needs for tokens of text."""
-SCALING = {"granite_docling"}
-"""Those whose heads divide logits by the `logits_scaling` of their text_config, as Granite's do alone."""
 _BIDIRECTIONAL = {"shieldgemma2", "t5gemma2"}

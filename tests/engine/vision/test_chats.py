@@ -33,6 +33,11 @@ TOLD: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         {"context_image_token": "<IMG_CONTEXT>", "start_image_token": "<img>", "end_image_token": "</img>"},
     ),
     "deepseek_vl": ("DeepseekVLProcessor", {"num_image_tokens": 16}, {"image_token": "<image_placeholder>"}),
+    "deepseek_vl_hybrid": (
+        "DeepseekVLHybridProcessor",
+        {"num_image_tokens": 16},
+        {"image_token": "<image_placeholder>"},
+    ),
     "deepseek_ocr2": ("DeepseekOcr2Processor", {"patch_size": 1}, {}),
     "janus": (
         "JanusProcessor",
@@ -128,6 +133,9 @@ def test_a_chat_becomes_the_prompt_of_transformers_own_processor(
         found = [own.inputs(image)["pixel_values"] for image in prepared.images]
         axis = 1 if family == "granite_docling" else 0
         assert torch.equal(torch.from_numpy(np.concatenate(found, axis)), wanted["pixel_values"])
+        if family == "deepseek_vl_hybrid":
+            found = [own.inputs(image)["high_res_pixel_values"] for image in prepared.images]
+            assert torch.equal(torch.from_numpy(np.concatenate(found)), wanted["high_res_pixel_values"])
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of PaliGemma's processor

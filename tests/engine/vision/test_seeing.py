@@ -214,6 +214,7 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("gemma3n", {"quantization": "int8"}),
         ("paligemma", {"quantization": "int4"}),
         ("paligemma2", {}),
+        ("deepseek_vl_hybrid", {}),
     ],
 )
 def test_other_numbers_see_as_well(family: str, changes: dict[str, Any], start: Start) -> None:
