@@ -19,6 +19,7 @@ from .slices import image_number, slices, write_aya, write_slices
 from .tiling import TilingProcessor, write_tiles
 from .writing import (
     GEMMA3N_PROCESSOR,
+    GOT_TEMPLATE,
     JANUS_OPENING,
     PALIGEMMA_TEMPLATE,
     Config,
@@ -256,6 +257,7 @@ FAMILIES: dict[str, Family] = {
         blocks=("vision_tower.layers",),
         may_be_blind=True,
         narrows=True,
+        template=GOT_TEMPLATE,
     ),
     "qianfan_ocr": _INTERNVL._replace(may_be_blind=True, mark="<image>"),
     "deepseek_ocr2": Family(

@@ -23,6 +23,21 @@ GEMMA3N_PROCESSOR: dict[str, Any] = {  # as of the published models
     "resample": 2,
     "do_normalize": False,
 }
+GOT_TEMPLATE = """<|im_start|>system
+You should follow the instructions carefully and explain your answers in detail.<|im_end|>
+{%- for message in messages -%}
+<|im_start|>{{ message.role + '\\n' }}
+{%- if message.content is string -%}
+{{ message.content }}
+{%- else -%}
+{%- for part in message.content if part.type == 'image' %}<img><imgpad></img>{% endfor -%}
+{{ '\\n' }}
+{%- for part in message.content if part.type == 'text' %}{{ part.text }}{% else %}{{ ' OCR: ' }}{% endfor -%}
+{%- endif -%}
+<|im_end|>
+{%- endfor -%}
+{%- if add_generation_prompt %}<|im_start|>{{ 'assistant\\n' }}{% endif -%}
+"""
 PALIGEMMA_TEMPLATE = """
 {%- set message = messages[0] -%}
 {%- if messages | length > 1 or message.role != 'user' or message.content is string -%}
