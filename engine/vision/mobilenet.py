@@ -137,6 +137,10 @@ class _SharedHeads(nn.Module):
         height, width = x.shape[2:]
         query = self.query(x).reshape(len(x), self._heads, -1, height * width).transpose(2, 3)  # [B, heads, H * W, D]
         key, value = (side(x).flatten(2).transpose(1, 2)[:, None].contiguous() for side in (self.key, self.value))
+        if (
+            x.dtype != torch.float32
+        ):  # whose bits are timm's; for others torch's quick kernels want as many keys as heads
+            key, value = (one.expand(-1, self._heads, -1, -1) for one in (key, value))
         made = scaled_dot_product_attention(query.contiguous(), key, value)
         return cast(Tensor, self.output(made.transpose(2, 3).reshape(len(x), -1, height, width)))
 
