@@ -1,7 +1,7 @@
 """A model that sees images, in two parts: the tower that makes features of pictures, and the language model.
 
-Both are transformers' own modules, but for Gemma 3n's tower. The features take the place of the embeddings of an image's
-tokens; with "deepstack" (Qwen 3 VL) further features are added behind the first layers.
+Both are transformers' own modules, but for Gemma 3n's tower. The features take the place of the embeddings of an
+image's tokens; with "deepstack" (Qwen 3 VL) further features are added behind the first layers.
 """
 
 from __future__ import annotations
