@@ -74,8 +74,8 @@ class LanguageModel(nn.Module):
         self._has_layer_inputs = bool(getattr(text, "hidden_size_per_layer_input", 0))  # Gemma 4's E2B and E4B have
         self._softcap: float | None = getattr(text.config, "final_logit_softcapping", None)
         self.logit_scale: float = getattr(text.config, "output_multiplier", None) or 1.0  # of Muse, before the cap
-        if whole.config.model_type in SCALING:
-            self.logit_scale /= text.config.logits_scaling
+        if power := SCALING.get(whole.config.model_type):
+            self.logit_scale *= text.config.logits_scaling**power
         self.dtype: torch.dtype = text.dtype
         self.device: torch.device = text.device
         self._supports_attention_backend = bool(text._supports_attention_backend)

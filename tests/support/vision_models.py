@@ -595,6 +595,19 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 56 * 56, "max_pixels": 112 * 112},
     ),
+    "hyperclovax_vision_v2": (
+        ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
+        {
+            "text_config": _TEXT
+            | {"model_type": "hyperclovax", "embedding_multiplier": 3.0, "logits_scaling": 0.4}
+            | {"attention_multiplier": 0.25, "residual_multiplier": 0.7},
+            "vision_config": _QWEN
+            | {"model_type": "qwen2_5_vl_vision", "intermediate_size": 64, "out_hidden_size": 48}
+            | {"window_size": 56, "fullatt_block_indexes": [1]},
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 56 * 56, "max_pixels": 112 * 112},
+    ),
     "paddleocr_vl": (
         ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
         {

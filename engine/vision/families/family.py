@@ -313,6 +313,7 @@ FAMILIES: dict[str, Family] = {
     "glm46v": _GLM,
     "glm_ocr": _GLM,
     "exaone4_5": _PLAIN,
+    "hyperclovax_vision_v2": _PLAIN._replace(blocks=("vision_model.blocks",), may_be_blind=True),
     "paddleocr_vl": _QWEN._replace(blocks=("visual.vision_model.encoder.layers",)),
     "lfm3_vl": _PLAIN._replace(blocks=("vision_tower.layers",), narrows=True),
     "lighton_ocr": Family(sizes, write_lighton, blocks=("vision_encoder.transformer.layers",)),

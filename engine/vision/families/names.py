@@ -14,8 +14,8 @@ UNUSED = {"audio_tower", "embed_audio", "vqmodel", "generation_embeddings", "gen
 """Modules' names, too."""
 EMBEDDING = {"gemma3n": {"embed_audio"}}
 """Those of them that a family needs for tokens of text."""
-SCALING = {"granite_docling"}
-"""Those whose heads divide logits by the `logits_scaling` of their text_config, as Granite's do alone."""
+SCALING = {"granite_docling": -1, "hyperclovax_vision_v2": 1}
+"""Those whose heads scale logits by this power of the `logits_scaling` of their text_config."""
 
 
 def language_model_of(body: Any) -> Any:
