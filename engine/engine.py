@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
@@ -13,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, overload
 
-from ..schemas.errors import GenerationFailed
 from ..schemas.events import Delta
 from ..schemas.params import GenerationParams
 from .adapters.files import read_adapter
@@ -32,9 +30,10 @@ from .output import Embedding, EngineStats, GenerationOutput, OutputBuilder
 from .planning.manifest import Manifest
 from .plug_ins.found import PlugIns
 from .plug_ins.port import PlugIn
+from .pooled import inputs_of, pairs_of, refuse_pairs, results
 from .preparing.prompts import Many, Prompt, Prompts, as_list, is_list, naming, sight_of
 from .progress import loading_bar
-from .request import EmbeddingInput, EngineRequest
+from .request import EngineRequest
 from .text.tokenizer_port import TokenizerLike
 
 _log = logging.getLogger(__name__)
@@ -234,19 +233,25 @@ class InferenceEngine:
 
         Raises `InvalidRequest` before anything runs, and `GenerationFailed`.
         """
-        name, params = uuid.uuid4().hex, GenerationParams()
-        requests = [
-            EmbeddingInput(name, self._prompts.ids(prompt), params, seed=0, first_choice=index, dimensions=dimensions)
-            for index, prompt in enumerate(prompts)
-        ]
-        for request in requests:
-            self._check(request)
-        handles = [self.open(request) for request in requests]
-        try:
-            return [await self._vector(handle) for handle in handles]
-        finally:
-            for handle in handles:
-                handle.cancel()
+        refuse_pairs(self._backend)
+        inputs = inputs_of(map(self._prompts.ids, prompts), dimensions)
+        found = await results(inputs, self._check, self.open)
+        return [Embedding.of(text, len(one.prompt)) for text, one in zip(found, inputs, strict=True)]
+
+    def score(self, query: str, documents: Sequence[str], *, max_tokens_per_doc: int | None = None) -> list[float]:
+        """`ascore`, but blocking."""
+        return wait_for(self.ascore(query, documents, max_tokens_per_doc=max_tokens_per_doc))
+
+    async def ascore(
+        self, query: str, documents: Sequence[str], *, max_tokens_per_doc: int | None = None
+    ) -> list[float]:
+        """How relevant each document is to the query: the more, the higher, for most rerankers from 0 to 1.
+
+        A query and a document that are longer than the context together are refused, unless `max_tokens_per_doc` has
+        documents cut to so many tokens. Raises `InvalidRequest` before anything runs, and `GenerationFailed`.
+        """
+        inputs = await asyncio.to_thread(pairs_of, self._backend, query, documents, max_tokens_per_doc)
+        return list(map(float, await results(inputs, self._check, self.open)))
 
     def save_prefixes(self, path: str | Path) -> int:
         """Write the cached prefixes to a file, between two steps; returns the number of blocks of tokens.
@@ -327,12 +332,6 @@ class InferenceEngine:
         finally:
             for handle in handles:
                 handle.cancel()
-
-    async def _vector(self, handle: RequestHandle) -> Embedding:
-        (delta,) = await handle.take()
-        if delta.finish_reason != "stop":
-            raise GenerationFailed(delta.error.message if delta.error else "the engine has stopped; start a new one")
-        return Embedding.of(delta.text, len(handle.request.prompt))
 
     async def _collect(self, handle: RequestHandle) -> GenerationOutput:
         builder = OutputBuilder(handle.request, self._clock(), handle.fallback)

@@ -72,7 +72,7 @@ def load_causal_lm(
     if not sees and _read_as_text(path, architecture) not in {"unknown", *_causal_architectures()}:
         raise ModelLoadError(
             f"{config.model} is a {architecture}, which transformers does not know as a causal language model; "
-            "serve an embedding model with --backend sentence_transformers"
+            "serve a model for embeddings or rankings with --backend sentence_transformers"
         )
     quantized = read_quantized(path)
     if quantized and config.quantization:

@@ -40,6 +40,7 @@ class ModelInfo:
     `dtype` is the checkpoint's, None if its config does not say. `parameters` is None until the weight files are read.
     `slow_paths` says, for each fast path that the loaded model does not take, why not and what to do about it.
     `sees` images: with a backend that can. `chat_template` is the one of a family that is published without any.
+    A model that `ranks` scores pairs of texts, and does nothing else.
     """
 
     source: str
@@ -52,6 +53,7 @@ class ModelInfo:
     slow_paths: tuple[str, ...] = ()
     sees: bool = False
     chat_template: str = ""
+    ranks: bool = False
 
 
 def keep(file: Path, content: bytes, most: int) -> None:
@@ -185,7 +187,17 @@ def read_model_info(
         dtype=config.get("dtype") or config.get("torch_dtype"),
         sees=(family := seeing_family(path, config)) is not None,
         chat_template=family.template if family is not None else "",
+        ranks=ranks(path, config),
     )
+
+
+def ranks(path: Path, config: Mapping[str, Any]) -> bool:
+    """Whether a model scores pairs of texts: a cross-encoder, as sentence-transformers calls it, or a classifier."""
+    own = path / "config_sentence_transformers.json"
+    if kind := (read_json(own) if own.is_file() else {}).get("model_type"):
+        return bool(kind == "CrossEncoder")
+    is_classifier = (config.get("architectures") or [""])[0].endswith("ForSequenceClassification")
+    return is_classifier and not (path / "modules.json").is_file()
 
 
 def _as_ids(value: int | list[int] | None) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ OPERATIONS = {
     "/v1/responses": "chat",
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
+    "/v1/rerank": "rerank",
 }
 _NUMBERS = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "top_k")
 _WHOLE = {"max_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "seed": "seed", "n": "choice.count"}

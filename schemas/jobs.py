@@ -17,8 +17,9 @@ TOKEN_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"  # one token of a NATS subject
 
 SubjectToken = Annotated[str, Field(pattern=TOKEN_PATTERN)]
 Priority = Literal["high", "normal", "low"]
-Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
-JobEndpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank"]
+JobEndpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/responses"]
+POOLED = ("/v1/embeddings", "/v1/rerank")  # where each prompt becomes a vector or a score, and no token is generated
 
 
 class Form(Record):
@@ -100,8 +101,8 @@ class ValidatedJob(Record):
     (negative: for ever; None: as the catalogue says). `deadline` and `created` are Unix seconds.
     `body` is the client's original request, its images replaced by their digests; changing it has no effect. `form`
     tells how to parse the answer. For `/v1/embeddings` every prompt is one input, whose vector has `dimensions` numbers
-    (if None, as many as the model
-    gives). `images` are those of the first prompt, in its order.
+    (if None, as many as the model gives), for `/v1/rerank` the query with one of the documents. `images` are those of
+    the first prompt, in its order.
     """
 
     id: SubjectToken
@@ -138,8 +139,13 @@ class ValidatedJob(Record):
 
     @property
     def seats(self) -> int:
-        """How much of a worker's `capacity` the job needs: one for each choice; one for all inputs of embeddings."""
-        return 1 if self.endpoint == "/v1/embeddings" else self.choices
+        """How much of a worker's `capacity` the job needs: one for each choice; one for all inputs of a pooled one."""
+        return 1 if self.is_pooled else self.choices
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether no token is generated: its inputs take turns in the engine."""
+        return self.endpoint in POOLED
 
     @property
     def prompt_tokens(self) -> int:

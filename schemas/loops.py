@@ -8,6 +8,7 @@ response. Items are those of OpenAI's Responses API, as JSON; none of them holds
 from __future__ import annotations
 
 import re
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import Field
@@ -110,10 +111,22 @@ class LoopTool(Record):
 
 
 class ToolResult(NamedTuple):
-    """The result of a call, as text for the model."""
+    """The result of a call, as text for the model. `images` are the ids of the files of its images, whose marks are in
+    the text."""
 
     text: str
     is_error: bool = False
+    images: tuple[str, ...] = ()
+
+
+class KeptImage(NamedTuple):
+    """What stands for an image in the text of a result, and the id of its file if a model can be shown it."""
+
+    mark: str
+    file: str | None = None
+
+
+KeepImage = Callable[[bytes, str], Awaitable[KeptImage]]  # of its bytes and its media type
 
 
 class Origin(Record):

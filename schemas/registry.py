@@ -8,7 +8,7 @@ from pydantic import Field
 
 from .base import Record
 from .errors import Overloaded
-from .jobs import AdapterSource, Priority, SubjectToken, ValidatedJob, most_together
+from .jobs import AdapterSource, Endpoint, Priority, SubjectToken, ValidatedJob, most_together
 
 
 class ModelCard(Record):
@@ -18,7 +18,7 @@ class ModelCard(Record):
     that leave them out. While it has no worker, at most `queue_limit` requests wait for it, and those that do not
     stream wait at most `wait_limit` seconds (None: no limit of its own). A `catalogued` model is announced by the agent
     of its host, and not by its workers. `adapters` are asked for by their own names, and run on this model.
-    `modalities` are what prompts may hold."""
+    `modalities` are what prompts may hold. A model that `ranks` scores pairs of texts, and does nothing else."""
 
     name: Annotated[str, Field(min_length=1)]
     source: str
@@ -35,11 +35,19 @@ class ModelCard(Record):
     catalogued: bool = False
     adapters: Annotated[tuple[AdapterSource, ...], Field(strict=False)] = ()
     modalities: Annotated[tuple[str, ...], Field(strict=False)] = ("text",)
+    ranks: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
         """All names that clients may use."""
         return (self.name, *self.aliases, *(adapter.name for adapter in self.adapters))
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where the model answers."""
+        if self.ranks:
+            return "/v1/rerank"
+        return "/v1/embeddings" if self.backend == "sentence_transformers" else "/v1/completions"
 
     def adapter(self, name: str) -> AdapterSource | None:
         """The adapter that a request for `name` gets; None if that is the model itself."""

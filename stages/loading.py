@@ -46,6 +46,7 @@ def model_card(settings: Settings, info: ModelInfo, revision: int | None = None)
         revision=revision or 1,
         catalogued=revision is not None,
         modalities=modalities(info, settings.backend, settings.allowed_backends),
+        ranks=info.ranks,
         adapters=tuple(adapter_source(*each) for each in parse_adapters(settings.lora_modules).items()),
     )
 

@@ -31,7 +31,7 @@ from ..schemas.events import (
     Token,
     Usage,
 )
-from ..schemas.jobs import Form
+from ..schemas.jobs import POOLED, Form
 from ..schemas.wire import codec
 from ..schemas.wire.hops import worker_of
 from ..streams.outages import through_outages
@@ -192,7 +192,7 @@ class EventPublisher:
             if isinstance(output, Started):
                 form = Form.model_validate(output.form) if output.form else None
                 self._reader = self._reader or AnswerReader(output.request, form, output.choices)
-                if self._filters and output.endpoint != "/v1/embeddings":
+                if self._filters and output.endpoint not in POOLED:
                     self._filtered = self._filtered or FilteredAnswer(
                         self._filters, output, self._pipe.settings.stall_timeout
                     )

@@ -224,6 +224,7 @@ EXCEPTIONS: dict[str, set[str]] = {
     "stages/infer/requests.py": {"engine"},
     "stages/infer/stage.py": {"engine"},
     "stages/loading.py": {"engine.adapters", "engine.models", "engine.planning"},
+    "stages/tools/images.py": {"engine.vision.reading"},
     "stages/validate/remote_files.py": {
         "engine.preparing.documents",
         "engine.vision.chat",

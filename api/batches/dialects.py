@@ -10,11 +10,13 @@ import orjson
 
 from ...schemas.anthropic.messages import MessagesRequest
 from ...schemas.events import Accepted, Done, Event, Token
+from ...schemas.jobs import POOLED
 from ...schemas.openai.batches import MESSAGES, RESPONSES, Batch
 from ...schemas.openai.body import model_of
 from ...schemas.openai.completions import parse_body
 from ..render.anthropic import MessageRenderer
-from ..render.openai import PREFIX, Embeddings, Extras, Renderer
+from ..render.openai import PREFIX, Extras, Renderer
+from ..render.pooled import pooled
 from ..render.responses import ResponseRenderer, repeats_no_more
 
 
@@ -32,7 +34,7 @@ class Answer(Protocol):
 
 
 class GeneratedAnswer:
-    """Of a chat, completion or embedding."""
+    """Of a chat, a completion, embeddings or a ranking."""
 
     has_acted = False
 
@@ -84,9 +86,8 @@ def prepared(
         asked = parse_body(MessagesRequest, body)
         return asked.chat_body(), lambda _: GeneratedAnswer(MessageRenderer(f"msg-{name}", asked.model))
     id, model = f"{PREFIX[endpoint]}{name}", model_of(body)
-    if endpoint == "/v1/embeddings":
-        encoded = body.get("encoding_format") == "base64"
-        return body, lambda _: GeneratedAnswer(Embeddings(id, model, encoded=encoded))
+    if endpoint in POOLED:
+        return body, lambda _: GeneratedAnswer(pooled(endpoint, id, body))
     tier, extras = body.get("service_tier"), Extras.of(body)
     return body, lambda _: GeneratedAnswer(
         Renderer(endpoint, id, model, now, streaming=False, extras=extras, service_tier=tier)

@@ -19,7 +19,7 @@ from ...config import metrics
 from ...schemas.canaries import CANARY
 from ...schemas.errors import BrokerUnavailable, Refusal
 from ...schemas.events import Expired, Failed
-from ...schemas.jobs import Job, JobEndpoint
+from ...schemas.jobs import Endpoint, Job
 from ...schemas.registry import ModelCard
 from ...streams.stores.registry import Registry
 from .bridge import Bridge
@@ -28,7 +28,11 @@ log = structlog.get_logger(__name__)
 
 LEAST_PATIENCE = 5.0  # seconds for the answer of a canary
 _BUSY = (429, 503, 507)  # a refusal that the pipeline has decided: it works
-_EMBEDDING = "sentence_transformers"
+_ASKED: dict[Endpoint, dict[str, object]] = {
+    "/v1/completions": {"prompt": "ready", "max_tokens": 1, "temperature": 0},
+    "/v1/embeddings": {"input": "ready"},
+    "/v1/rerank": {"query": "ready", "documents": ["ready"]},
+}
 
 
 class Fault(NamedTuple):
@@ -84,15 +88,14 @@ class Canary:
         metrics.CANARY.set(0 if fault else 1)
 
     async def _fault(self, card: ModelCard, *, is_run: bool) -> Fault | None:
-        is_embedding = card.backend == _EMBEDDING
-        endpoint: JobEndpoint = "/v1/embeddings" if is_embedding else "/v1/completions"
-        body: dict[str, object] = {"model": card.name, "input": "ready"}
-        if not is_run:
-            body = {"model": card.name}  # refused: it asks for nothing
-        elif not is_embedding:
-            body = {"model": card.name, "prompt": "ready", "max_tokens": 1, "temperature": 0}
+        asked = _ASKED[card.endpoint] if is_run else {}  # refused: it asks for nothing
         patience = max(LEAST_PATIENCE, 2 * self._interval)
-        job = Job(id=f"canary-{uuid.uuid4().hex}", endpoint=endpoint, bridge=self._bridge.name, body=body)
+        job = Job(
+            id=f"canary-{uuid.uuid4().hex}",
+            endpoint=card.endpoint,
+            bridge=self._bridge.name,
+            body={"model": card.name, **asked},
+        )
         try:
             deadline = self._bridge.broker.now() + patience
             reading = await self._bridge.open(job, priority="high", tenant=CANARY, deadline=deadline)

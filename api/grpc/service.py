@@ -18,7 +18,7 @@ from ...config.settings import Settings
 from ...schemas.bounds import LONG, load_json
 from ...schemas.errors import BrokerUnavailable, InvalidRequest, Refusal, StreamFull
 from ...schemas.events import Accepted, Cancelled, Done, ErrorBody, Expired, Failed, Queued, Token
-from ...schemas.jobs import Endpoint, Job
+from ...schemas.jobs import POOLED, Endpoint, Job
 from ...schemas.wire.protobuf import (
     METHODS,
     CancelRequest,
@@ -114,7 +114,7 @@ class Service:
             names = ", ".join(get_args(Endpoint))
             raise InvalidRequest(f"endpoint must be one of {names}.", param="endpoint")
         body = await self._body(request.body)
-        if endpoint != "/v1/embeddings":
+        if endpoint not in POOLED:
             body["stream"] = True
         await complete_body(self._registry, body, caller)
         given, longest = request.timeout, self._settings.longest_timeout

@@ -34,7 +34,6 @@ from .console.dead_letters import DeadLetterRoutes
 from .console.events import EventRoutes
 from .console.files import add_page
 from .conversations import add_conversations
-from .embeddings import add_embeddings
 from .files import add_files
 from .generate import add_generate
 from .metrics import MetricsRoutes
@@ -50,6 +49,7 @@ from .models.catalogue import CatalogueRoutes
 from .models.states import ModelRoutes
 from .openapi import add_pages, complete
 from .paths import advice, methods, without_slash
+from .pooled import add_pooled
 from .preparers import Preparers
 from .requests import Gateway
 from .responses import add_responses
@@ -93,7 +93,7 @@ def create_app(
     readiness = readiness or Readiness(bridge, broker, registry, settings)
     gateway = Gateway(bridge, broker, registry, settings, Quotas(broker, settings.tenant_quota), preparers)
     add_completions(app, gateway)
-    add_embeddings(app, gateway)
+    add_pooled(app, gateway)
     add_generate(app, gateway)
     add_tokens(app, gateway)
     add_files(app, gateway)

@@ -14,7 +14,7 @@ from ...engine.vision.reading import ANY, ImageLimits
 from ...schemas.errors import Fatal, InvalidRequest, Overloaded
 from ...schemas.openai.completions import ChatRequest, CompletionRequest
 from ...schemas.openai.content import NO_FILES, NamedFiles
-from ...schemas.openai.embeddings import EmbeddingRequest
+from ...schemas.openai.embeddings import PooledRequest
 from ...schemas.registry import ModelCard
 from ...streams.gate import FairGate
 from ...streams.stores.named_files import NamedFileStore
@@ -22,7 +22,7 @@ from ...streams.stores.registry import Registry
 
 log = structlog.get_logger(__name__)
 
-Counted = ChatRequest | CompletionRequest | EmbeddingRequest
+Counted = ChatRequest | CompletionRequest | PooledRequest
 
 
 class Preparers:

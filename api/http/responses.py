@@ -169,11 +169,12 @@ class ResponseRoutes(Routes):
         before = await history.items(job, await history.origin(job, asked))
         given, named = await history.input(job, asked), asked.namespaced
         await self._gateway.preparers.files.check(job.tenant, files_named(before, given, asked))
-        messages = chat_messages([*before, *given], asked.instructions, namespaced=named, before=len(before))
-        body = asked.chat_body(messages, (), first=True, tools_allowed=True)
         try:
-            chat = parse_request("/v1/chat/completions", body)
             card = await self._gateway.preparers.card(asked.model)
+            items, sees = [*before, *given], "image" in card.modalities
+            images = await self._gateway.preparers.files.shown(job.tenant, items) if sees else set()
+            messages = chat_messages(items, asked.instructions, namespaced=named, before=len(before), images=images)
+            chat = parse_request("/v1/chat/completions", asked.chat_body(messages, (), first=True, tools_allowed=True))
             tokens = await self._gateway.preparers.prompt(card, chat, job.tenant, size_of(request))
         except InvalidRequest as refusal:
             raise refused_in_response(refusal, asked) from None

@@ -25,8 +25,9 @@ from ...schemas.errors import GenerationFailed, InvalidRequest
 from ...schemas.events import Accepted, Delta, Done, FinishReason, Token, Usage
 from ...schemas.jobs import Endpoint
 from ...schemas.openai.completions import parse_request
-from ...schemas.openai.embeddings import EmbeddingRequest
-from ..render.openai import PREFIX, Embeddings, Extras, Renderer
+from ...schemas.openai.embeddings import PooledRequest
+from ..render.openai import PREFIX, Extras, Renderer
+from ..render.pooled import pooled
 
 CHAT: Endpoint = "/v1/chat/completions"
 
@@ -108,25 +109,33 @@ class OpenAIAdapter:
         )
         await self.engine.prepare(prepared.params)
         id = f"{PREFIX[endpoint]}{uuid.uuid4().hex}"
-        if isinstance(request, EmbeddingRequest):
+        if isinstance(request, PooledRequest):
             if streaming:
-                raise InvalidRequest("Embeddings cannot be streamed; call create().", param="stream")
-            renderer: Renderer = Embeddings(id, name, encoded=request.encoding_format == "base64")
+                raise InvalidRequest("Embeddings and rankings cannot be streamed; call create().", param="stream")
+            renderer = pooled(endpoint, id, {**body, "model": name})
         else:
             created = int(time.time())
             renderer = Renderer(endpoint, id, name, created, streaming=streaming, extras=Extras.of(body))
             prompts = tuple(map(tuple, prepared.prompts))
             renderer.begin(Accepted(id, name, created, sum(map(len, prompts)), prompts))
-        return _Running(self.engine, prepared, renderer, adapter)
+        return _Running(self.engine, prepared, renderer, adapter, is_pooled=isinstance(request, PooledRequest))
 
 
 class _Running:
     """One request in the engine: a handle for each of its prompts."""
 
-    def __init__(self, engine: InferenceEngine, prepared: Prepared, renderer: Renderer, adapter: str | None) -> None:
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        prepared: Prepared,
+        renderer: Renderer,
+        adapter: str | None,
+        *,
+        is_pooled: bool,
+    ) -> None:
         n = prepared.params.n
         kind: Callable[..., EngineRequest] = EngineRequest
-        if isinstance(renderer, Embeddings):
+        if is_pooled:
             kind = partial(EmbeddingInput, dimensions=prepared.dimensions)
         self.renderer = renderer
         self._prompt_tokens = sum(map(len, prepared.prompts))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -19,6 +18,7 @@ PREFIX: dict[Endpoint, str] = {  # of the ids of requests
     "/v1/chat/completions": "chatcmpl-",
     "/v1/completions": "cmpl-",
     "/v1/embeddings": "embd-",
+    "/v1/rerank": "rerank-",
 }
 _REASONS: dict[FinishReason, str] = {
     "stop": "stop",
@@ -230,32 +230,6 @@ class Renderer:
             ],
             "text_offset": offsets,
         }
-
-
-class Embeddings(Renderer):
-    """The list of vectors: as numbers, or with `encoded` as the base64 that they came in."""
-
-    def __init__(self, request: str, model: str, *, encoded: bool) -> None:
-        super().__init__("/v1/embeddings", request, model, 0, streaming=False)
-        self._model = model
-        self._encoded = encoded
-
-    def whole(self, tokens: list[Token], done: Done) -> bytes:
-        data = [
-            {"object": "embedding", "index": token.choice, "embedding": self._vector(token.text)}
-            for token in sorted(tokens, key=lambda token: token.choice)
-        ]
-        usage = {"prompt_tokens": done.usage.prompt_tokens, "total_tokens": done.usage.total_tokens}
-        answer = {"object": "list", "data": data, "model": self._model, "usage": usage, **answered_by(done.fallback)}
-        return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
-
-    def _vector(self, text: str) -> Any:
-        if self._encoded:
-            return text
-        import numpy as np  # which other answers do not need
-
-        # As float32, which needs fewer digits than the same number as a float.
-        return np.frombuffer(base64.b64decode(text), "<f4").astype(np.float32)
 
 
 def error_payload(error: ErrorBody) -> dict[str, Any]:

@@ -90,10 +90,11 @@ class _Shape(NamedTuple):
 
     context_length: int
     modalities: tuple[str, ...] = ("text",)
+    ranks: bool = False
 
 
 def _shape(source: str | None, backend: str, most: int | None, allowed: Collection[str] | None) -> _Shape:
     if source is None:
         return _Shape(most or ECHO_CONTEXT)
     info = read_model_info(Path(source), source, most)
-    return _Shape(info.context_length, modalities(info, backend, allowed))
+    return _Shape(info.context_length, modalities(info, backend, allowed), info.ranks)

@@ -122,10 +122,12 @@ class Host:
         settings = self._settings.model_copy(update=own | {"model": source, "mmproj": None, "workers": 1})
         context = entry.max_sequence_length or ECHO_CONTEXT
         holds: tuple[str, ...] = ("text",)
+        ranks = False
         if entry.backend != "echo" or is_here(source):
             path = resolve_model(source)
             info = read_model_info(path, source, entry.max_sequence_length)
-            context, holds = info.context_length, modalities(info, entry.backend, self._settings.allowed_backends)
+            context, ranks = info.context_length, info.ranks
+            holds = modalities(info, entry.backend, self._settings.allowed_backends)
             settings = settings.model_copy(update={"model": str(path)})
         else:
             settings = settings.model_copy(update={"model": None})
@@ -159,6 +161,7 @@ class Host:
             queue_limit=entry.queue_limit,
             wait_limit=entry.wait_limit,
             modalities=holds,
+            ranks=ranks,
             catalogued=True,
             adapters=tuple(adapter_source(*each) for each in entry.adapters.items()),
         )

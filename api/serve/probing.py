@@ -16,7 +16,7 @@ from ...config.settings import Settings
 from ...engine.adapters.files import check_adapter
 from ...schemas.errors import InvalidRequest
 from ...schemas.events import FINAL, Done, Event, Expired, Failed
-from ...schemas.jobs import AdapterSource, Endpoint, ValidatedJob
+from ...schemas.jobs import AdapterSource, ValidatedJob
 from ...schemas.params import GenerationParams
 from ...schemas.registry import ModelCard
 from ...schemas.wire import codec
@@ -72,11 +72,10 @@ async def _probe(broker: Broker, settings: Settings, card: ModelCard, adapter: A
 
 
 def _job(card: ModelCard, timeout: float, adapter: AdapterSource | None, now: float) -> ValidatedJob:
-    endpoint: Endpoint = "/v1/embeddings" if card.backend == "sentence_transformers" else "/v1/completions"
     params = GenerationParams(max_tokens=min(TOKENS, card.context_length - 1), temperature=0.0)
     return ValidatedJob(
         id=f"probe-{uuid.uuid4().hex}",
-        endpoint=endpoint,
+        endpoint=card.endpoint,
         bridge=BRIDGE,
         tenant=TENANT,
         priority="high",

@@ -25,12 +25,12 @@ from mcp.client.session import IncomingMessage
 from mcp.client.streamable_http import streamable_http_client
 
 from ...schemas.errors import StartupError, ToolFailed
-from ...schemas.loops import ToolResult
+from ...schemas.loops import KeepImage, ToolResult
 from ...schemas.urls import goes_through_proxies
 from ...schemas.version import __version__
 from .cutting import cut
 from .mcp_config import HttpServer, ServerConfig
-from .text import openai_tools, result_text
+from .text import openai_tools, read_result
 
 TOOLS_TTL = 300.0  # seconds that a list of tools is cached, unless the server says less or announces a change
 IDLE = 300.0  # seconds after which an unused connection is closed
@@ -94,13 +94,14 @@ class McpClient:
         """The value of `tools` in a chat request. Raises `ToolFailed`."""
         return openai_tools(await self.list_tools())
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        """Call a tool. Every failure becomes a result that tells the model about it."""
+    async def call(self, name: str, arguments: dict[str, Any], keep: KeepImage | None = None) -> ToolResult:
+        """Call a tool; `keep` stores images. Every failure becomes a result that tells the model about it."""
         try:
             result = await self._ask(lambda client: self._call(client, name, arguments))
         except Exception as error:
             return ToolResult(cut(f"{self.name} could not run {name}: {self._reason(error)}"), is_error=True)
-        return ToolResult(cut(self._hidden(result_text(result))), result.is_error)
+        text, images = await read_result(result, keep)
+        return ToolResult(cut(self._hidden(text)), result.is_error, images)
 
     async def close(self) -> None:
         """Close the connection; the next call makes another."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import mcp_types as mcp
 
-from ...schemas.loops import ToolResult
+from ...schemas.loops import KeepImage, ToolResult
+
+MOST_IMAGES = 8  # of one result
 
 
 def openai_tools(tools: Iterable[mcp.Tool]) -> list[dict[str, Any]]:
@@ -41,10 +45,27 @@ def tool_result(message: Mapping[str, Any]) -> mcp.CallToolResult:
     return mcp.CallToolResult(content=[mcp.TextContent(text=text) for text in texts])
 
 
-def result_text(result: mcp.CallToolResult) -> str:
-    """A result as text. Structured content is added as JSON unless the texts hold it; other content is described."""
+async def read_result(result: mcp.CallToolResult, keep: KeepImage | None = None) -> tuple[str, tuple[str, ...]]:
+    """A result as text, and the files of its images: `keep` stores each, and without it they are described."""
+    marks: dict[int, str] = {}
+    files: list[str] = []
+    for place, part in enumerate(result.content):
+        kind, data = _image(part)
+        if keep is None or data is None:
+            continue
+        if len(files) == MOST_IMAGES:
+            marks[place] = f"[image of type {kind}, not shown: these are more than {MOST_IMAGES}]"
+            continue
+        marks[place], file = await keep(data, kind)
+        files += [] if file is None else [file]
+    return result_text(result, marks), tuple(files)
+
+
+def result_text(result: mcp.CallToolResult, marks: Mapping[int, str] = MappingProxyType({})) -> str:
+    """A result as text. Structured content is added as JSON unless the texts hold it; `marks` stand for the content at
+    these places, and other content is described."""
     texts = [part.text for part in result.content if isinstance(part, mcp.TextContent)]
-    parts = [_part(part) for part in result.content]
+    parts = [marks.get(place) or _part(part) for place, part in enumerate(result.content)]
     structured = result.structured_content
     if structured is not None:
         # A server that turns a function's value into an object does so with this single key.
@@ -68,6 +89,23 @@ def _part(part: mcp.ContentBlock) -> str:
             return f"[resource {resource.uri}]\n{resource.text}"
         case mcp.EmbeddedResource(resource=resource):
             return f"[resource {resource.uri} of type {resource.mime_type}, not shown]"
+
+
+def _image(part: mcp.ContentBlock) -> tuple[str, bytes | None]:
+    """The media type and the bytes of an image; None if the part is something else, or no base64."""
+    match part:
+        case mcp.ImageContent(data=encoded, mime_type=kind):
+            pass
+        case mcp.EmbeddedResource(resource=mcp.BlobResourceContents(blob=encoded, mime_type=str(kind))) if (
+            kind.startswith("image/")
+        ):
+            pass
+        case _:
+            return "", None
+    try:
+        return kind, base64.b64decode(encoded, validate=True)
+    except ValueError:
+        return kind, None
 
 
 def _read(text: str) -> Any:

@@ -18,7 +18,7 @@ from jsonschema.validators import validator_for
 from ...config.settings import Settings
 from ...schemas.base import tool_name
 from ...schemas.errors import InvalidRequest, ToolFailed
-from ...schemas.loops import LoopTool, Source, ToolResult
+from ...schemas.loops import KeepImage, LoopTool, Source, ToolResult
 from .functions import Function, find_functions
 from .mcp_config import FUNCTIONS, HttpServer, ServerConfig, load_servers
 from .policy import ToolPolicy, each, location_of, mcp_prefix, refuse
@@ -118,15 +118,18 @@ class Toolbox:
             if self._is_allowed(source, tool.tool)
         ]
 
-    async def call(self, source: Source, tool: LoopTool, arguments: str) -> ToolResult:
-        """Call a tool with the arguments that a model wrote; failures become results that tell the model."""
+    async def call(self, source: Source, tool: LoopTool, arguments: str, keep: KeepImage | None = None) -> ToolResult:
+        """Call a tool with the arguments that a model wrote; failures become results that tell the model.
+
+        `keep` stores the images of a result; without it, they are described.
+        """
         try:
             self.check(source)
             if not self._is_allowed(source, tool.tool):
                 raise ToolFailed(f"The tool {tool.name} is not allowed; call another one.")
             given = parse_arguments(tool, arguments)
             if not _is_functions(source):
-                return await (await self._client(source)).call(tool.tool, given)
+                return await (await self._client(source)).call(tool.tool, given, keep)
             if tool.tool not in self._functions:
                 raise ToolFailed(f"There is no tool {tool.name} any more.")
             return await self._functions[tool.tool].run(given)

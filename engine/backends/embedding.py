@@ -1,4 +1,4 @@
-"""What embedding backends share: batching the inputs of all requests into common passes."""
+"""What backends for embeddings and rankings share: batching the inputs of all requests into common passes."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class EmbeddingBackend(NoAdapters, NoPrefixes):
 
     room: int  # the most tokens of a pass, padding included; a longer input gets a pass of its own
     embedding_size: int  # numbers in a vector
+    ranks = False  # its inputs are pairs of texts, and its vectors their scores, one number each
     num_running = 0  # rows of the current pass; set by `step`
 
     def __init__(self) -> None:
@@ -79,7 +80,8 @@ class EmbeddingBackend(NoAdapters, NoPrefixes):
             return [delta for choice in taken for delta in self._run([choice])]  # so that only the culprit fails
         finally:
             self.num_running = 0
-        return [replace(one.end("stop"), text=_text(one, vector)) for one, vector in zip(taken, vectors, strict=True)]
+        text = _score if self.ranks else _text
+        return [replace(one.end("stop"), text=text(one, vector)) for one, vector in zip(taken, vectors, strict=True)]
 
 
 def _text(choice: Choice, vector: NDArray[np.float32]) -> str:
@@ -89,3 +91,8 @@ def _text(choice: Choice, vector: NDArray[np.float32]) -> str:
         vector = vector[: choice.request.dimensions]
         vector = vector / max(float((vector**2).sum()) ** 0.5, 1e-12)
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+
+
+def _score(choice: Choice, vector: NDArray[np.float32]) -> str:
+    """The score in decimal digits, as many as tell it from every other float32."""
+    return str(vector[0])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...schemas.errors import ConfigurationError
 from ...schemas.sources import is_gguf, split_pair
-from ..models import ModelInfo, read_config, resolve_model
+from ..models import ModelInfo, ranks, read_config, resolve_model
 from .manifest import Format, Manifest, explain, read_manifest
 
 GROUP = "penstock.backends"
@@ -76,8 +76,13 @@ def why_not(manifest: Manifest, model: str | None = None, device: str = "auto") 
     form: Format = "gguf" if is_gguf(path) else "safetensors"
     if form not in manifest.formats:
         return f"the backend {manifest.id!r} runs {' and '.join(manifest.formats)} models, and {model} is {form}"
+    config = read_config(path)
+    if "scores" not in manifest.modes and ranks(path, config):
+        return (
+            f"the backend {manifest.id!r} ranks no documents, and {model} does nothing else; use sentence_transformers"
+        )
     if manifest.architectures is not None:
-        names = read_config(path).get("architectures") or ["unknown"]
+        names = config.get("architectures") or ["unknown"]
         if not {*names} & {*manifest.architectures}:
             known = ", ".join(manifest.architectures)
             return f"the backend {manifest.id!r} runs {known}, and {model} is a {names[0]}"

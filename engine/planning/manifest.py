@@ -17,7 +17,7 @@ INTERFACE = 1
 """The version of `Backend`, `Choice` and the sampler, as backends use them. It changes whenever one of them must."""
 
 Format = Literal["safetensors", "gguf"]
-Mode = Literal["text", "images", "embeddings"]
+Mode = Literal["text", "images", "embeddings", "scores"]
 Name = Annotated[str, Field(min_length=1)]
 
 

@@ -16,14 +16,14 @@ from ...schemas.errors import InvalidRequest, prompt_too_long
 from ...schemas.jobs import Form
 from ...schemas.openai.chat import AllowedTools, ChatMessage, CustomTool, NamedTool, Tool
 from ...schemas.openai.completions import ChatRequest, CompletionRequest, generation_params
-from ...schemas.openai.embeddings import EmbeddingRequest
+from ...schemas.openai.embeddings import EmbeddingRequest, PooledRequest
 from ...schemas.params import MAX_CHOICES, GenerationParams, Grammar
 from ..grammar.json_schema import json_schema_grammar
 from ..grammar.patterns import Strings, check_pattern
 from ..grammar.tool_grammar import answer_grammar
 from ..request import check_ids, check_scores
 from ..text.forms import choose_form, ends_in_thought, markers
-from ..text.tokenizer import EmbeddingTokenizer, Tokenizer, load_tokenizer
+from ..text.tokenizer import Tokenizer, load_tokenizer
 from ..text.tokenizer_port import TokenizerLike, encode_within
 from ..text.tool_formats import TOOL_FORMATS
 from ..vision.chat import NOTHING, Fetched
@@ -32,8 +32,8 @@ from ..vision.reading import ANY, ImageLimits
 from ..vision.sight import NO_SIGHT, Sight, load_sight
 from .chat_checks import check_messages
 from .documents import with_contents
-from .embedding_inputs import prepare_inputs
 from .infill import Infill
+from .pooled_inputs import prepare_pooled, refuse_pooled
 from .response_grammar import response_grammar
 
 # Template variables that a client may not set: they would replace the template, or are options of its renderer.
@@ -110,7 +110,7 @@ class Preparer:
 
     def prepare(
         self,
-        request: ChatRequest | CompletionRequest | EmbeddingRequest,
+        request: ChatRequest | CompletionRequest | PooledRequest,
         *,
         context_length: int,
         name: str,
@@ -122,13 +122,11 @@ class Preparer:
 
         Raises `InvalidRequest`.
         """
-        if isinstance(request, EmbeddingRequest):
-            inputs = prepare_inputs(request, self.tokenizer, context_length=context_length, name=name)
-            return Prepared(inputs, GenerationParams(max_tokens=1), dimensions=request.dimensions)
-        if isinstance(self.tokenizer, EmbeddingTokenizer):
-            raise InvalidRequest(
-                f"{name} serves only embeddings; send texts to /v1/embeddings.", code="unsupported_capability"
-            )
+        if isinstance(request, PooledRequest):
+            inputs = prepare_pooled(request, self.tokenizer, context_length=context_length, name=name)
+            dimensions = request.dimensions if isinstance(request, EmbeddingRequest) else None
+            return Prepared(inputs, GenerationParams(max_tokens=1), dimensions=dimensions)
+        refuse_pooled(self.tokenizer, name)
         form: Form | None
         images: tuple[PromptImage, ...] = ()
         grammar, param = response_grammar(request)

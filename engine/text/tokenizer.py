@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...schemas.errors import InvalidRequest
+from ...schemas.errors import InvalidRequest, ModelLoadError
 from ...schemas.sources import looks_like_path
 from ..checkpoints.files import read_json
-from ..models import read_model_info, resolve_model
+from ..models import ranks, read_config, read_model_info, resolve_model
 from .byte_tokenizer import ByteTokenizer
 from .chat_templates import ChatTemplates
 from .tokenizer_files import load_tokenizer_files
-from .tokenizer_port import Piece, TokenizerLike
+from .tokenizer_port import BORDER, PIECE, Piece, TokenizerLike
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
 
 
 def load_tokenizer(source: str, backend: str = "hf") -> TokenizerLike:
@@ -27,8 +30,10 @@ def load_tokenizer(source: str, backend: str = "hf") -> TokenizerLike:
     is_path = source != "echo" and (Path(source).expanduser().is_dir() or looks_like_path(source))
     if backend == "echo" and not is_path:
         return ByteTokenizer()
-    kind = EmbeddingTokenizer if backend == "sentence_transformers" else Tokenizer
-    return kind(resolve_model(source))
+    directory = resolve_model(source)
+    if backend != "sentence_transformers":
+        return Tokenizer(directory)
+    return (PairTokenizer if ranks(directory, read_config(directory)) else EmbeddingTokenizer)(directory)
 
 
 class Tokenizer:
@@ -165,6 +170,75 @@ class EmbeddingTokenizer(Tokenizer):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The model's own default prompt stands before every text."""
         return super().encode(self._prompt + text, add_special_tokens)
+
+
+class PairTokenizer(EmbeddingTokenizer):
+    """The tokenizer of a model that scores pairs of texts, a query and a document, as sentence-transformers'
+    `CrossEncoder` writes them: for encoders between separators, for decoders by a chat template with a message of each.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Raises `ModelLoadError`."""
+        super().__init__(directory)
+        file = directory / "sentence_bert_config.json"
+        own = read_json(file) if file.is_file() else {}
+        self._is_chat = "message" in own["modality_config"] if "modality_config" in own else bool(self.chat_template)
+        self._template_kwargs = (own.get("processing_kwargs") or {}).get("chat_template") or {}
+        if self.fast is None:
+            raise ModelLoadError(f"{directory} has no tokenizer.json, without which it cannot rank; convert it first")
+        self._pairs = self.fast
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Without the model's prompt, which belongs to pairs alone."""
+        return Tokenizer.encode(self, text, add_special_tokens)
+
+    @cached_property
+    def separator(self) -> int | None:
+        """The token behind which the second text of a pair begins, for models that are told which text is which; None
+        for others."""
+        if self._is_chat:
+            return None
+        probe = self._pairs.encode("a", "b")
+        return probe.ids[probe.type_ids.index(1) - 1] if 1 in probe.type_ids else None
+
+    def pairs(self, query: str, documents: Iterable[str], most: int | None = None) -> Iterator[list[int]]:
+        """The inputs of the query with each document, of whose tokens `most` only the first ones are read.
+
+        Raises `InvalidRequest` for a query that the model cannot tell from the document.
+        """
+        if self._is_chat:
+            for document in documents:
+                if most is not None and len(places := self._beginning(document, most).offsets) > most:
+                    document = document[: places[most - 1][1]]
+                yield self._chat(query, document)
+            return
+        asked = self._encoding(self._prompt + query)
+        if self.separator in asked.ids:
+            name = self._pairs.id_to_token(self.separator)
+            raise InvalidRequest(
+                f"The query has {name} in it, which ends it for this model; leave it out.", param="query"
+            )
+        for document in documents:
+            found = self._encoding(document) if most is None else self._beginning(document, most)
+            if most is not None:
+                found.truncate(most)
+            yield self._pairs.post_process(asked, found).ids
+
+    def _chat(self, query: str, document: str) -> list[int]:
+        asked = [{"role": "system", "content": self._prompt}] if self._prompt else []
+        pair = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        return self.encode_chat(asked + pair, **{"add_generation_prompt": False} | self._template_kwargs)
+
+    def _beginning(self, text: str, most: int) -> Encoding:
+        """The tokens of as much of a text as has `most` of them, and of some more."""
+        size = PIECE
+        while len(found := self._encoding(text[:size])) <= most + BORDER and size < len(text):
+            size *= 2
+        return found
+
+    def _encoding(self, text: str) -> Encoding:
+        # As a batch of one, for which the library lets other threads run.
+        return self._pairs.encode_batch([text], add_special_tokens=False)[0]
 
 
 @cache

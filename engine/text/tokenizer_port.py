@@ -83,9 +83,14 @@ def encode_within(
     """The tokens of a prompt. One that is far too long is refused before all of it is tokenised, which for a few
     megabytes takes seconds and hundreds of megabytes. Raises `InvalidRequest`.
     """
+    refuse_far_too_long(tokenizer, text, context_length, param)
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def refuse_far_too_long(tokenizer: TokenizerLike, text: str, context_length: int, param: str) -> None:
+    """Raise `InvalidRequest` as soon as a long text has more tokens than the context."""
     found = 0
     for start in range(0, len(text), PIECE) if len(text) > PIECE else ():
         found += len(tokenizer.encode(text[start : start + PIECE], add_special_tokens=False)) - BORDER
         if found > context_length:
             raise prompt_too_long(f"more than {found}", context_length, param=param)
-    return tokenizer.encode(text, add_special_tokens=add_special_tokens)

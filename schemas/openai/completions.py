@@ -22,8 +22,9 @@ from ..params import GenerationParams, PlugInUses
 from .body import Body, ModelName, OpenBody, Unsupported
 from .chat import MOST_MESSAGES, ChatMessage, ResponseFormat, Tool, ToolChoice
 from .content import TextPart
-from .embeddings import EmbeddingRequest
+from .embeddings import EmbeddingRequest, PooledRequest
 from .prompts import Prompt, as_list
+from .rerank import RerankRequest
 
 Kind = TypeVar("Kind", bound=Body)
 
@@ -212,10 +213,11 @@ class CompletionRequest(_Sampling):
 
 Request = ChatRequest | CompletionRequest
 
-KINDS: dict[Endpoint, type[Request | EmbeddingRequest]] = {
+KINDS: dict[Endpoint, type[Request | PooledRequest]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/embeddings": EmbeddingRequest,
+    "/v1/rerank": RerankRequest,
 }
 
 
@@ -227,12 +229,12 @@ def parse_body(kind: type[Kind], body: dict[str, Any]) -> Kind:
         raise refusal(error) from None
 
 
-def parse_request(endpoint: Endpoint, body: dict[str, Any]) -> Request | EmbeddingRequest:
+def parse_request(endpoint: Endpoint, body: dict[str, Any]) -> Request | PooledRequest:
     """Validate a body for its endpoint. Raises `InvalidRequest` with OpenAI's `param` and `code`."""
     request = parse_body(KINDS[endpoint], body)
     if request.priority and request.service_tier and TIERS[request.service_tier] != request.priority:
         raise InvalidRequest("priority and service_tier differ; give one.", param="service_tier")
-    if isinstance(request, EmbeddingRequest):
+    if isinstance(request, PooledRequest):
         return request
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options is only allowed with stream: true.", param="stream_options")

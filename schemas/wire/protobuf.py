@@ -25,10 +25,10 @@ VALUE = "google.protobuf.Value"
 
 @dataclass(frozen=True, slots=True)
 class SubmitRequest:
-    """A request, as on HTTP: `endpoint` is /v1/chat/completions (the default), /v1/completions or /v1/embeddings, and
-    `body` the JSON of OpenAI's body, which is always answered as a stream. `timeout` is in seconds; the call's deadline
-    counts as one. A `resumable` request goes on if its client goes away. The same `idempotency_key` is the same
-    request."""
+    """A request, as on HTTP: `endpoint` is /v1/chat/completions (the default), /v1/completions, /v1/embeddings or
+    /v1/rerank, and `body` the JSON of its body, which is always answered as a stream. `timeout` is in seconds; the
+    call's deadline counts as one. A `resumable` request goes on if its client goes away. The same `idempotency_key` is
+    the same request."""
 
     body: str
     endpoint: str = ""

@@ -136,7 +136,7 @@ class PrefixAware(ByTurns):
                 self._incarnations[each.worker] = each.incarnation
                 self.prefixes.forget(each.worker)
         shares = self._shares.setdefault((job.model, job.revision), Shares())
-        keys = [] if job.endpoint == "/v1/embeddings" else prefix_keys(job)
+        keys = [] if job.is_pooled else prefix_keys(job)
         favourites = self._favourites(workers, shares, keys, len(job.prompts[0]))
         chosen = min(favourites or workers, key=lambda each: (each.active, shares.sent[each.worker], each.worker))
         most = min(chosen.total_tokens // BLOCK or MOST_BLOCKS, MOST_BLOCKS)

@@ -53,7 +53,7 @@ class Strategy(Protocol):
 
 def most_tokens(job: ValidatedJob) -> int:
     """At most what the job keeps in a worker's cache at a time."""
-    if job.endpoint == "/v1/embeddings":  # its inputs take turns
+    if job.is_pooled:  # its inputs take turns
         return max(map(len, job.prompts))
     return job.prompt_tokens + job.choices * job.params.max_tokens
 
@@ -71,7 +71,7 @@ class ByTurns(_Forgetful):
     """Fits where the longest prompt and a first token do: the engine lets choices wait for each other."""
 
     def needs(self, job: ValidatedJob) -> int:
-        return max(map(len, job.prompts)) + (job.endpoint != "/v1/embeddings")
+        return max(map(len, job.prompts)) + (not job.is_pooled)
 
 
 class RoundRobin(ByTurns):

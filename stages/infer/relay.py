@@ -122,7 +122,7 @@ class OutputPublisher:
             told = loop.time()
             deltas = [delta for delta in taken if delta.choice not in self.finished]
             if self.expired and any(delta.finish_reason == "cancelled" for delta in deltas):
-                self.is_cut = self.job.endpoint == "/v1/embeddings"
+                self.is_cut = self.job.is_pooled
                 if self.is_cut:
                     return
             for message in messages(map(self._addressed, deltas)):

@@ -37,8 +37,7 @@ def request_of(
     epoch: int = 1,
 ) -> EngineRequest:
     """The engine request of one prompt of a job, from its beginning; `adapter` is the engine's name for the job's."""
-    embeds = job.endpoint == "/v1/embeddings"
-    kind = partial(EmbeddingInput, dimensions=job.dimensions) if embeds else EngineRequest
+    kind = partial(EmbeddingInput, dimensions=job.dimensions) if job.is_pooled else EngineRequest
     return kind(
         id=f"{job.tenant}.{job.id}.{epoch}",
         prompt=prompt,

@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 from ...schemas.base import tool_name
 from ...schemas.errors import InvalidRequest, ToolFailed
 from ...schemas.events import Event, ItemEvent
-from ...schemas.loops import Begun, Items, LoopJob, LoopTool, Source, ToolResult, TurnId
+from ...schemas.loops import Begun, Items, KeepImage, LoopJob, LoopTool, Source, ToolResult, TurnId
 from ...schemas.openai.responses.items import Approval
 from ...schemas.openai.responses.turns import item_id
 from ...streams.gate import FairGate
@@ -29,6 +29,7 @@ from ...streams.stores.responses import FREE, CallKey, Claim, ResponseLog
 from ..contract import Pipe
 from ..endings import Address
 from ..visits import leave_turn
+from .images import ToolImages
 from .spans import tool_span
 
 TOGETHER, SHARE = 256, 192  # responses that wait for tools at the same time, of all tenants and of one
@@ -53,8 +54,9 @@ class Toolbox(Protocol):
     async def tools(self, source: Source) -> list[LoopTool]:
         """The tools of a source. Raises `ToolFailed`."""
 
-    async def call(self, source: Source, tool: LoopTool, arguments: str) -> ToolResult:
-        """Call a tool. Never raises: a failure is a result for the model."""
+    async def call(self, source: Source, tool: LoopTool, arguments: str, keep: KeepImage | None = None) -> ToolResult:
+        """Call a tool. Never raises: a failure is a result for the model. `keep` stores images; without it, they are
+        described."""
 
 
 def list_item(label: str, id: str) -> Item:
@@ -153,6 +155,7 @@ class Calls:
         self._toolbox = toolbox
         self._log = log
         self._owner = owner
+        self.images = ToolImages(pipe)
         self._gate = FairGate(TOGETHER, "tools", share=SHARE, bounded=False)
         self._turns: WeakValueDictionary[CallKey, asyncio.Lock] = (
             WeakValueDictionary()
@@ -209,7 +212,11 @@ class Calls:
             for number, (position, call) in enumerate(zip(waiting, calls, strict=True)):
                 given, returned = await call
                 result = _cut(given, longest)
-                outcome = {"output": None, "error": _error(result.text)} if result.is_error else {"output": result.text}
+                outcome: Item = {"output": result.text}
+                if result.is_error:
+                    outcome = {"output": None, "error": _error(result.text)}
+                if result.images:
+                    outcome["images"] = list(result.images)
                 items[position] = {**items[position], **outcome, "status": "failed" if result.is_error else "completed"}
                 notes = {"call": f"{began:.6f}", "returned": f"{returned:.6f}"}
                 await show(self._pipe, job, index + number, [items[position]], notes=notes)
@@ -230,9 +237,12 @@ class Calls:
         if source is None or tool is None:
             return ToolResult(f"The tool {name} of {label} is no longer available.", True)
         source = source.model_copy(update={"sealed": sealed.get(label)})
-        return await self._make(key, source, tool, item["arguments"])
+        keep = self.images.keeper(key.tenant, begun.job.body["model"])
+        return await self._make(key, source, tool, item["arguments"], keep)
 
-    async def _make(self, key: CallKey, source: Source, tool: LoopTool, arguments: str) -> ToolResult:
+    async def _make(
+        self, key: CallKey, source: Source, tool: LoopTool, arguments: str, keep: KeepImage | None = None
+    ) -> ToolResult:
         """The result of a call: made now, or earlier by the copy that claimed it."""
         claim: Claim | None = None
         result: ToolResult | None = None
@@ -244,7 +254,7 @@ class Calls:
                     return claim.result
                 result = None if tool.repeatable else UNKNOWN  # if it is interrupted
                 with tool_span(self._pipe.tracer, tool):
-                    result = await self._toolbox.call(source, tool, arguments)
+                    result = await self._toolbox.call(source, tool, arguments, keep)
                 return await through_outages(partial(self._log.settle, key, claim, result), key)
         except BaseException:
             if claim is None or claim.result is None:

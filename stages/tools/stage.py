@@ -247,9 +247,11 @@ class Tools(Stage):
         is_last = turn.turn >= (request.max_turns or MAX_TURNS)
         history = await self._history.items(job, begun)
         items = [*history, *begun.input, *stored.output]
-        named = request.namespaced
+        given: dict[str, Any] = {"tools": begun.tools, "namespaced": request.namespaced, "before": len(history)}
+        if self._calls.images.are_seen(request.model):
+            given["images"] = await self._files.shown(job.tenant, items)
         body = request.chat_body(
-            chat_messages(items, request.instructions, tools=begun.tools, namespaced=named, before=len(history)),
+            chat_messages(items, request.instructions, **given),
             begun.tools,
             first=_is_first(turn, begun),
             spent=stored.spent,

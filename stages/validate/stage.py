@@ -33,7 +33,7 @@ from ...schemas.jobs import TOKEN_PATTERN, Endpoint, Job, Priority, ValidatedJob
 from ...schemas.loops import LoopJob, is_response
 from ...schemas.openai.chat import CustomTool
 from ...schemas.openai.completions import ChatRequest, parse_request
-from ...schemas.openai.embeddings import EmbeddingRequest
+from ...schemas.openai.embeddings import PooledRequest
 from ...schemas.openai.responses.request import parse_responses
 from ...schemas.registry import ModelCard
 from ...schemas.wire import codec
@@ -202,7 +202,7 @@ class Validate(Stage):
         request = parse_request(endpoint, job.body)
         deadline = self._deadline(job.timeout or request.timeout, message, created)
         model = await self._model(request.model)
-        if model.defaults and not isinstance(request, EmbeddingRequest):
+        if model.defaults and not isinstance(request, PooledRequest):
             request = parse_request(endpoint, with_defaults(job.body, model.defaults))
         preparer = await self._preparers.get(model)
         waiter = Waiter(job.id or endings.request_id(message), tenant, len(message.data), deadline)

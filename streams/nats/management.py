@@ -27,6 +27,7 @@ LIMIT_REACHED = 10077  # of a stream: messages, messages per subject, or bytes
 INSUFFICIENT = 10023  # memory or disk; in a cluster that has not settled, servers for the copies of a consumer
 STREAM_FULL = (LIMIT_REACHED, 10002, INSUFFICIENT, 10047)  # also limits of the account, and of the server
 JETSTREAM_OFF = (10039, 10076)  # for the account; on the server
+TOO_MANY_CONSUMERS = 10026  # for the account, or for the stream
 NO_PEERS = (10005, 10074)  # too few servers for the copies; no cluster at all
 WRONG_REVISION = (10071, 10164)
 TOO_LARGE = 10054
@@ -117,6 +118,13 @@ async def ask(
         if is_late:
             raise BrokerUnavailable(f"NATS at {link.address}: {error}") from error
         await asyncio.sleep(_RETRY_WAIT)
+
+
+async def account(link: Link, replicas: int) -> Json:
+    """What the account has, and its `limits`, for streams with so many copies; a limit of -1 is none."""
+    info = await call(link, "INFO")
+    found: Json = (info.get("tiers") or {}).get(f"R{replicas}", info)
+    return found
 
 
 def stream_config(name: str, spec: StreamSpec, replicas: int) -> Json:

@@ -10,7 +10,18 @@ import structlog
 from ...schemas.errors import StartupError
 from .checks import check_fixed, refused
 from .connection.link import Link
-from .management import NO_PEERS, STREAM_EXISTS, STREAM_FULL, STREAM_MISSING, ApiError, Json, allowed, call
+from .management import (
+    NO_PEERS,
+    STREAM_EXISTS,
+    STREAM_FULL,
+    STREAM_MISSING,
+    TOO_MANY_CONSUMERS,
+    ApiError,
+    Json,
+    account,
+    allowed,
+    call,
+)
 
 COPYING = 120.0  # seconds that further copies of a stream may take until consumers can be created on it
 _LOOK = 0.2  # seconds between two looks
@@ -27,7 +38,11 @@ async def present(link: Link, name: str) -> Json | None:
 
 
 async def create(link: Link, config: Json) -> Json | None:
-    """Create a stream; returns the configuration of one that is there already. Raises `StartupError`."""
+    """Create a stream; returns the configuration of one that is there already. Raises `StartupError`.
+
+    How many consumers it may have is decided then for good: `config` gets the number of the one that is there, or what
+    the account allows.
+    """
     clock = asyncio.get_running_loop().time
     end = clock() + link.timeout
     while True:
@@ -35,11 +50,17 @@ async def create(link: Link, config: Json) -> Json | None:
             await call(link, f"STREAM.CREATE.{config['name']}", config)
         except ApiError as error:
             # A server without free space reports that before it checks whether the stream exists.
-            is_there = error.code in (STREAM_EXISTS, *STREAM_FULL)
+            is_there = error.code in (STREAM_EXISTS, TOO_MANY_CONSUMERS, *STREAM_FULL)
             found = await present(link, config["name"]) if is_there else None
             if found is not None:
                 check_fixed(config, found)
+                config["max_consumers"] = found["max_consumers"]
                 return found
+            if error.code == TOO_MANY_CONSUMERS:
+                most = (await account(link, config["num_replicas"]))["limits"]["max_consumers"]
+                if 0 < most < config["max_consumers"]:
+                    config["max_consumers"] = most
+                    continue
             # The leader of a cluster knows a stream that has just been restored before the server that holds it does,
             # and that a server belongs to it before it takes that one for present.
             is_early = error.code == STREAM_EXISTS or (error.code in NO_PEERS and "offline" in str(error))
@@ -56,6 +77,8 @@ async def shape(link: Link, configs: Sequence[Json]) -> None:
     Raises `StartupError`.
     """
     pairs = [(config, await present(link, config["name"])) for config in configs]
+    if missing := [config for config, found in pairs if found is None]:
+        await _check_room(link, missing)
 
     def growth(pair: tuple[Json, Json | None]) -> int:
         wanted, found = (max(0, config["max_bytes"]) if config else 0 for config in pair)
@@ -67,6 +90,7 @@ async def shape(link: Link, configs: Sequence[Json]) -> None:
         if old is None:
             continue
         check_fixed(config, old)
+        config["max_consumers"] = old["max_consumers"]
         try:
             # An operator's additions, such as a placement, stay.
             await call(link, f"STREAM.UPDATE.{config['name']}", old | config)
@@ -74,6 +98,16 @@ async def shape(link: Link, configs: Sequence[Json]) -> None:
             raise refused(config, error) from error
     if link.has("cluster"):
         await _copied(link, configs)
+
+
+async def _check_room(link: Link, missing: Sequence[Json]) -> None:
+    """Raise `StartupError` where the account may not have so many more streams, before any is made."""
+    has = await account(link, missing[0]["num_replicas"])
+    if 0 <= (most := has["limits"]["max_streams"]) < has["streams"] + len(missing):
+        raise StartupError(
+            f"the account on NATS at {link.address} may have {most} streams and has {has['streams']}: Penstock needs "
+            f"{len(missing)} more, so raise its limit"
+        )
 
 
 async def _copied(link: Link, configs: Sequence[Json]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from ...schemas.bounds import shortened
 from ...schemas.errors import InvalidRequest, PayloadTooLarge, StreamNotFound
+from ...schemas.loops import Items
 from ...schemas.openai.chat import named_files
 from ...schemas.openai.completions import ChatRequest
 from ...schemas.openai.content import NamedFile, NamedFiles
@@ -16,6 +17,7 @@ from .files import find_file
 from .objects import ObjectInfo, Objects
 
 MOST_NAMED = 128  # files of one request
+MOST_SHOWN = 20  # images of tools in one prompt
 
 
 class NamedFileStore:
@@ -49,6 +51,22 @@ class NamedFileStore:
                     f"{self._most} together, the limit of the setting max_body_size.",
                     param=param,
                 )
+        return found
+
+    async def shown(self, tenant: str, items: Items) -> set[str]:
+        """The files of images that a response's own tools have returned and the next turn shows: the newest, as far as
+        they are there still and fit."""
+        named = [id for item in items if item["type"] == "mcp_call" for id in item.get("images") or ()]
+        left, found = self._most // 2, set[str]()
+        for id in list(dict.fromkeys(reversed(named)))[:MOST_SHOWN]:
+            try:
+                file = await find_file(self._broker, tenant, id)
+            except StreamNotFound:
+                continue  # its client has deleted it, or it has expired
+            if file.size > left:
+                break
+            left -= file.size
+            found.add(id)
         return found
 
     async def read(self, tenant: str, request: ChatRequest) -> NamedFiles:

@@ -10,7 +10,7 @@ has successors is hidden, and removed with the last of them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Self, TypeVar
 
@@ -201,7 +201,7 @@ class ResponseLog:
                 return Claim(owner, True, None, revision)
             if (entry := await self._ledger.get(str(key))) is not None:  # otherwise it has expired in between
                 first, *rest = orjson.loads(entry.value)
-                return Claim(first, False, ToolResult(*rest) if rest else None, entry.revision)
+                return Claim(first, False, _result(*rest) if rest else None, entry.revision)
 
     async def take_over(self, key: CallKey, claim: Claim, owner: str) -> Claim | None:
         """Transfer an abandoned call to `owner`; None if another copy was faster."""
@@ -210,7 +210,7 @@ class ResponseLog:
 
     async def settle(self, key: CallKey, claim: Claim, result: ToolResult) -> ToolResult:
         """Store the result of a claimed call; returns the first result that was stored."""
-        while await self._ledger.update(str(key), orjson.dumps([claim.owner, *result]), claim.revision) is None:
+        while await self._ledger.update(str(key), _entry(claim.owner, result), claim.revision) is None:
             claim = await self.claim(key, claim.owner)  # it was taken over or settled
             if claim.result is not None:
                 return claim.result
@@ -218,8 +218,8 @@ class ResponseLog:
 
     async def leave(self, key: CallKey, claim: Claim, result: ToolResult | None) -> None:
         """Give a claim back, or store the call's known result; harmless if another copy has taken it over."""
-        kept = [FREE] if result is None else [claim.owner, *result]
-        await self._ledger.update(str(key), orjson.dumps(kept), claim.revision)
+        kept = orjson.dumps([FREE]) if result is None else _entry(claim.owner, result)
+        await self._ledger.update(str(key), kept, claim.revision)
 
     async def keep_sealed(self, tenant: str, id: str, sealed: dict[str, str]) -> None:
         """Store the sealed headers of each label until `drop_sealed`."""
@@ -239,3 +239,12 @@ class ResponseLog:
             return None
         data = b"".join([piece async for piece in self._entries.read(info)])
         return _Read(kind.model_validate_json(data), info.size)
+
+
+def _entry(owner: str, result: ToolResult) -> bytes:
+    """A call that has been made; releases before images read the first three alone."""
+    return orjson.dumps([owner, *(result if result.images else result[:2])])
+
+
+def _result(text: str, is_error: bool, images: Sequence[str] = ()) -> ToolResult:
+    return ToolResult(text, is_error, tuple(images))

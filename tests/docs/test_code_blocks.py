@@ -31,6 +31,7 @@ READ_ONLY = re.compile(
     r"penstock (submit|models( list| +#|$)|schema|key|config agreed|config apply --queue-limit 500 +#|dead list)"
 )
 SEPARATOR = "\x1e"
+OTHER_MODELS = {"minilm", "judge"}  # of a server of its own: tests/api/http/test_embeddings.py, test_rerank.py
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,11 @@ def with_echo(served: Served, home: Path) -> Iterator[Served]:
 
 def runnable(page: Path) -> list[Block]:
     """The shell's blocks that ask a server; that of embeddings has a model of its own."""
-    return [block for block in blocks(page, "sh") if "curl " in block.code and "minilm" not in block.code]
+    return [
+        block
+        for block in blocks(page, "sh")
+        if "curl " in block.code and not OTHER_MODELS & {*re.findall(r"\w+", block.code)}
+    ]
 
 
 def command_lines(page: Path) -> list[str]:

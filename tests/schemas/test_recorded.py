@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from penstock.schemas import registry
 from penstock.schemas.jobs import InferenceBatch, Job, ValidatedJob
-from penstock.schemas.loops import LoopJob, Step
+from penstock.schemas.loops import LoopJob, Step, ToolResult
 from penstock.schemas.openai import batches
 from penstock.schemas.wire import codec
 from penstock.streams.memory.broker import MemoryBroker
@@ -121,7 +121,7 @@ async def test_recorded_calls_are_read_and_mean_the_same(broker: MemoryBroker, v
     claimed = await log.claim(CallKey("acme", RESPONSE, 0, 0), "other")
     assert (claimed.owner, claimed.is_new, claimed.result) == ("c0ffee00", False, None)
     settled = await log.claim(CallKey("acme", RESPONSE, 1, 0), "other")
-    assert settled.result is not None and list(settled.result) == meant["result"]
+    assert settled.result == ToolResult(*meant["result"])
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from lora import make_adapter
 from pydantic import ByteSize
+from rerankers import encoder
 from vision_models import make_vision_model
 
 from penstock.api.serve.declaring import named_models
@@ -51,6 +52,15 @@ async def test_who_asks_before_it_runs_hears_that_a_model_sees(tiny_model: Path,
     for model, holds in ((seeing, ("text", "image")), (str(tiny_model), ("text",))):
         (card,) = named_models(load({"model": model})) or []
         assert card.modalities == holds
+
+
+async def test_who_asks_before_it_runs_hears_where_a_model_answers(tmp_path: Path) -> None:
+    """Of a model of the catalogue that is not loaded, and of one that a set-up declares."""
+    source, host = str(encoder(tmp_path)), Host(Settings())
+    entry = CatalogueEntry(name="judge", source=source, device="cpu", backend="sentence_transformers")
+    await host.examine(Catalogue().offer([entry]))
+    [declared] = named_models(load({"model": source, "backend": "sentence_transformers"})) or []
+    assert host.card(RevisionKey("judge", 1)).endpoint == declared.endpoint == "/v1/rerank"
 
 
 async def test_what_is_loaded_takes_memory_until_it_has_ended(tmp_path: Path) -> None:

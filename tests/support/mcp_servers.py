@@ -46,6 +46,13 @@ PAGE = 3  # tools
 CLOCK = str(Path(sys.executable).with_name("mcp-server-time"))
 _EVERYTHING = "deploy/examples/node_modules/@modelcontextprotocol/server-everything/dist/index.js"
 _PDF = types.BlobResourceContents(uri="file:///b", blob="AAAA", mime_type="application/pdf")
+PICTURES: tuple[types.ContentBlock, ...] = (
+    types.ImageContent(data="AAAA", mime_type="image/png"),
+    types.AudioContent(data="AAAA", mime_type="audio/wav"),
+    types.ResourceLink(name="notes", uri="file:///notes.txt", mime_type="text/plain"),
+    types.EmbeddedResource(resource=types.TextResourceContents(uri="file:///a", text="inside")),
+    types.EmbeddedResource(resource=_PDF),
+)
 
 
 class McpServer:
@@ -64,6 +71,7 @@ class McpServer:
         self.started = asyncio.Event()
         self.go = asyncio.Event()
         self.go_after: int | None = None
+        self.pictures: list[types.ContentBlock] = list(PICTURES)  # what the tool of this name returns
         self.left = asyncio.Event()
         self.port = 0
         self._json = json
@@ -150,15 +158,7 @@ class McpServer:
             case "big":
                 return _text("x" * 10_000_000)
             case "pictures":
-                return types.CallToolResult(
-                    content=[
-                        types.ImageContent(data="AAAA", mime_type="image/png"),
-                        types.AudioContent(data="AAAA", mime_type="audio/wav"),
-                        types.ResourceLink(name="notes", uri="file:///notes.txt", mime_type="text/plain"),
-                        types.EmbeddedResource(resource=types.TextResourceContents(uri="file:///a", text="inside")),
-                        types.EmbeddedResource(resource=_PDF),
-                    ]
-                )
+                return types.CallToolResult(content=self.pictures)
             case "tells":
                 return _text(f"You sent {self.requests[-1][1].get('authorization')}.")
             case _:

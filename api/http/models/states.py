@@ -38,6 +38,8 @@ from ..preparers import Preparers
 from ..requests import Gateway, read_parsed
 from .catalogue import ModelRequest, check_admin, not_catalogued, swap_of
 
+_OUTPUTS = {"/v1/embeddings": "embeddings", "/v1/rerank": "scores"}  # what models answer with, if not with text
+
 LOOK = 0.5  # seconds between two looks at the states, for those who listen
 _WIRE: Mapping[ModelStatus, str] = {  # our words and those of llama.cpp's router
     "unloaded": "unloaded",
@@ -220,7 +222,10 @@ class ModelRoutes:
             "max_model_len": card.context_length,
             "aliases": card.aliases,
             "status": self._wire(card, states),
-            "architecture": {"input_modalities": card.modalities, "output_modalities": ["text"]},
+            "architecture": {
+                "input_modalities": card.modalities,
+                "output_modalities": [_OUTPUTS.get(card.endpoint, "text")],
+            },
         }
 
     def _adapted(self, card: ModelCard, states: Mapping[RevisionKey, ModelState]) -> list[dict[str, Any]]:

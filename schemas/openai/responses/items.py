@@ -187,6 +187,7 @@ class McpCall(Item):
     name: Id
     arguments: str
     output: str | None = None
+    images: list[str] | None = None  # the ids of their files, whose marks are in the output
     error: str | dict[str, Any] | None = None
     approval_request_id: str | None = None
     status: Literal["in_progress", "completed", "incomplete", "calling", "failed"] | None = None

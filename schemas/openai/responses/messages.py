@@ -6,7 +6,7 @@ The items must be complete, as `items.input_items` and `turn_items.TurnItems` ma
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -31,12 +31,14 @@ def chat_messages(
     tools: Sequence[LoopTool] = (),
     namespaced: Mapping[str, tuple[str, str]] = MappingProxyType({}),
     before: int = 0,
+    images: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """The chat messages of these items. The text, thoughts and calls of one turn are one message. A call that a person
     approved is placed where the model asked for it; a call that still waits for approval is left out.
 
     `tools` has the model's names of the servers' tools, `namespaced` those of functions in namespaces (see
-    `response_tools`); the first `before` items come before the request's input.
+    `response_tools`); the first `before` items come before the request's input. Of the images that servers' tools have
+    returned, the model sees those with files among `images`, and the marks of the others.
 
     Raises `InvalidRequest` for an output without its call and for a reference to an unknown item.
     """
@@ -88,7 +90,7 @@ def chat_messages(
                 if answer is not None:
                     name: str = item["name"]
                     chat.call(item, item["id"], names.get((item["server_label"], name), name))
-                    chat.answer(item["id"], _outcome(answer))
+                    chat.answer(item["id"], _with_images(_outcome(answer), answer.get("images"), images))
             case "item_reference" if item["id"] not in known and index >= before:
                 param = f"input[{index - before}].id"
                 raise InvalidRequest(f"{param}: there is no item {item['id']!r} before it.", param=param)
@@ -226,3 +228,15 @@ def _outcome(item: dict[str, Any]) -> str:
     if isinstance(text, list) and all(isinstance(part, dict) and "text" in part for part in text):
         text = "\n".join(str(part["text"]) for part in text)
     return f"Error: {text if isinstance(text, str) else orjson.dumps(text).decode()}"
+
+
+def _with_images(text: str, files: Sequence[str] | None, shown: Collection[str]) -> str | list[dict[str, Any]]:
+    """The result of a call, with those of its images that are `shown` in the places of their marks."""
+    parts: list[dict[str, Any]] = []
+    for file in files or ():
+        if file in shown:
+            said, _, text = text.partition(f"[image {file}]")
+            parts += [{"type": "input_text", "text": said}, {"type": "input_image", "file_id": file}]
+    if not parts:
+        return text
+    return [part for part in (*parts, {"type": "input_text", "text": text}) if part.get("text") != ""]

@@ -24,6 +24,7 @@ log = structlog.get_logger(__name__)
 
 _WHERE = ("nats_url", "nats_ca", "nats_tls_first", "nats_domain", "namespace")  # settings that name the broker
 _MOST_NAMED = 5  # streams in a message
+_KEPT = ("max_consumers",)  # no update changes it: an account that allows fewer has given the stream fewer
 
 
 class NotSetUp(StartupError):
@@ -55,7 +56,7 @@ async def differences(broker: JetStreamBroker, layout: Topology) -> Differences:
         for wanted, present in pairs
         if present is not None
         for name, value in wanted.items()
-        if present.get(name, value) != value
+        if name not in _KEPT and present.get(name, value) != value
     )
     return Differences(missing, changes)
 
@@ -79,7 +80,7 @@ async def verify(broker: JetStreamBroker, layout: Topology, former: Sequence[str
         odd += [
             f"{wanted['name']}: {name} {present.get(name)} instead of {value}"
             for name, value in wanted.items()
-            if name != "subjects" and present.get(name, value) != value
+            if name not in ("subjects", *_KEPT) and present.get(name, value) != value
         ]
     if faults:
         raise NotSetUp(

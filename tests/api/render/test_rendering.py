@@ -16,7 +16,8 @@ from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.shared import ErrorObject
 
-from penstock.api.render.openai import Embeddings, Extras, Renderer, error_message, error_payload
+from penstock.api.render.openai import Extras, Renderer, error_message, error_payload
+from penstock.api.render.pooled import Embeddings
 from penstock.schemas.events import Done, ErrorBody, FinishReason, Token, TokenLogprob, ToolCallDelta, TopLogprob, Usage
 from penstock.schemas.jobs import Endpoint
 

@@ -116,7 +116,7 @@ async def test_what_is_no_text_is_described(client: McpClient) -> None:
 
 
 async def test_ten_megabytes_are_cut(client: McpClient) -> None:
-    text, is_error = await client.call("big", {})
+    text, is_error, _ = await client.call("big", {})
     assert not is_error
     assert text[:MAX_TEXT] == "x" * MAX_TEXT
     assert text[MAX_TEXT:] == f"\n[The result was cut here: these are the first {MAX_TEXT} of 10000000 bytes.]"
@@ -132,7 +132,7 @@ async def test_unknown_tool_is_an_error(client: McpClient) -> None:
 
 
 async def test_result_against_its_schema_is_an_error(client: McpClient) -> None:
-    text, is_error = await client.call("wrong", {})
+    text, is_error, _ = await client.call("wrong", {})
     assert is_error and "'many' is not of type 'integer'" in text
 
 
@@ -160,7 +160,7 @@ async def test_server_gone_in_mid_conversation_and_back_again(client: McpClient,
     during = asyncio.create_task(client.call("slow", {}))
     await server.started.wait()
     await server.stop()
-    text, is_error = await during
+    text, is_error, _ = await during
     assert is_error and "the connection broke; it is unknown whether the call took effect" in text
     assert (await client.call("add", {"a": 1, "b": 1})).is_error
     async with McpClient(server.url) as newcomer:
@@ -204,7 +204,7 @@ async def test_redirect_is_not_followed(client: McpClient, server: McpServer) ->
         for place in (elsewhere, f"{server.url}/other"):
             server.redirect = place
             before = len(server.requests)
-            text, is_error = await client.call("add", {"a": 1, "b": 1})
+            text, is_error, _ = await client.call("add", {"a": 1, "b": 1})
             assert is_error and text.endswith("it answered 307 Temporary Redirect; redirects are not followed")
             assert len(server.requests) == before + 1
         assert connections == []
@@ -214,7 +214,7 @@ async def test_redirect_is_not_followed(client: McpClient, server: McpServer) ->
 async def test_answer_that_is_no_message_is_an_error(client: McpClient, server: McpServer) -> None:
     await client.list_tools()
     server.garbage = True
-    text, is_error = await client.call("add", {"a": 1, "b": 1})
+    text, is_error, _ = await client.call("add", {"a": 1, "b": 1})
     assert is_error and "Failed to parse JSON response" in text and "{not json" not in text
     server.garbage = False
     assert await client.call("add", {"a": 1, "b": 1}) == ToolResult("2")
@@ -237,7 +237,7 @@ async def test_closing_ends_what_is_running(client: McpClient, server: McpServer
     await server.started.wait()
     await client.close()
     async with asyncio.timeout(20):
-        text, is_error = await call
+        text, is_error, _ = await call
     assert is_error and "the connection broke" in text
 
 
@@ -281,16 +281,16 @@ async def test_what_goes_wrong_with_a_stdio_server() -> None:
             ("convert_time", {"source_timezone": "UTC", "time": "99:99", "target_timezone": "UTC"}, "HH:MM"),
             ("nope", {}, "clock could not run nope: Unknown tool: nope"),
         ]:
-            text, is_error = await client.call(tool, arguments)
+            text, is_error, _ = await client.call(tool, arguments)
             assert is_error and said in text
         child().suspend()
         client.server = client.server.model_copy(update={"timeout": 0.05})
-        text, is_error = await client.call("get_current_time", tokyo)
+        text, is_error, _ = await client.call("get_current_time", tokyo)
         assert is_error and text == "clock could not run get_current_time: no answer within 0.05 seconds"
         client.server = client.server.model_copy(update={"timeout": 30.0})
         during = asyncio.create_task(client.call("get_current_time", tokyo))
         child().kill()
-        text, is_error = await during
+        text, is_error, _ = await during
         assert is_error and "the connection broke; it is unknown whether the call took effect" in text
         assert not (await client.call("get_current_time", tokyo)).is_error
 
@@ -298,7 +298,7 @@ async def test_what_goes_wrong_with_a_stdio_server() -> None:
 @pytest.mark.parametrize("command", ["/no/such/program", "/bin/true"])
 async def test_stdio_server_that_does_not_start_is_an_error(command: str) -> None:
     async with McpClient(StdioServer(command=command), name="clock") as client:
-        text, is_error = await client.call("get_current_time", {})
+        text, is_error, _ = await client.call("get_current_time", {})
         assert is_error and text.startswith("clock could not run get_current_time: it cannot be reached")
 
 
@@ -328,18 +328,18 @@ async def test_what_goes_wrong_with_the_reference_server(everything: Everything)
     ]
     async with McpClient(everything.url, name="everything") as client:
         for tool, arguments, said in wrong:
-            text, is_error = await client.call(tool, arguments)
+            text, is_error, _ = await client.call(tool, arguments)
             assert is_error and said in text
         client.server = client.server.model_copy(update={"timeout": 0.05})
         slow = {"duration": 600, "steps": 1}
-        text, is_error = await client.call("trigger-long-running-operation", slow)
+        text, is_error, _ = await client.call("trigger-long-running-operation", slow)
         assert is_error and text.endswith("-operation: no answer within 0.05 seconds")
         client.server = client.server.model_copy(update={"timeout": 30.0})
         assert await client.call("echo", {"message": "still"}) == ToolResult("Echo: still")
         during = asyncio.create_task(client.call("trigger-long-running-operation", slow))
         await asyncio.to_thread(everything.kill)
         assert (await during).is_error
-        text, is_error = await client.call("echo", {"message": "anyone?"})
+        text, is_error, _ = await client.call("echo", {"message": "anyone?"})
         assert is_error and text == "everything could not run echo: it cannot be reached (ConnectError)"
         everything.start()
         assert await client.call("echo", {"message": "back"}) == ToolResult("Echo: back")

@@ -111,7 +111,7 @@ async def test_malformed_arguments_are_told_and_not_sent(
     toolbox: Toolbox, server: McpServer, arguments: str, said: str
 ) -> None:
     add = (await toolbox.tools(Source(label="desk")))[0]
-    text, is_error = await toolbox.call(Source(label="desk"), add, arguments)
+    text, is_error, _ = await toolbox.call(Source(label="desk"), add, arguments)
     assert is_error and said in text
     assert "not a JSON object" not in text or '"required": ["a", "b"]' in text
     assert server.calls == []
@@ -239,7 +239,7 @@ async def test_sealed_headers_are_sent_and_never_shown(toolbox: Toolbox, server:
     assert await toolbox.call(source, tells, "{}") == ToolResult("You sent [hidden].")
     assert {headers["authorization"] for _, headers in server.requests} == {SECRET}
     other = source.model_copy(update={"sealed": sealed_for(server.url, {"Authorization": "Bearer other-secret"})})
-    text, is_error = await toolbox.call(other, tells, "{}")
+    text, is_error, _ = await toolbox.call(other, tells, "{}")
     assert is_error and text == "mine could not run tells: it answered 401 Unauthorized"
     with pytest.raises(ToolFailed, match="401"):
         await toolbox.tools(source.model_copy(update={"sealed": None}))
@@ -278,9 +278,9 @@ async def test_headers_that_are_not_a_clients_business_are_refused(headers: dict
 
 async def test_sealed_headers_that_cannot_be_opened_are_an_error(server: McpServer) -> None:
     source = Source(label="a", url=server.url, sealed=sealed_for(server.url, {"A": "b"}, b"another key"))
-    text, is_error = await Toolbox({}, (), [server.url], opened).call(source, a_tool("add"), "{}")
+    text, is_error, _ = await Toolbox({}, (), [server.url], opened).call(source, a_tool("add"), "{}")
     assert is_error and "not sealed here" in text
-    text, is_error = await Toolbox({}, (), [server.url]).call(source, a_tool("add"), "{}")
+    text, is_error, _ = await Toolbox({}, (), [server.url]).call(source, a_tool("add"), "{}")
     assert is_error and "has no secret_key" in text
     assert server.requests == []
 
@@ -292,7 +292,7 @@ async def test_connections_for_requests_are_shared_and_bounded(
     first, second = (Source(label=name, url=f"{server.url}?{name}") for name in "ab")
     slow = asyncio.create_task(toolbox.call(first, a_tool("slow"), "{}"))
     await server.started.wait()
-    text, is_error = await toolbox.call(second, a_tool("fails"), "{}")
+    text, is_error, _ = await toolbox.call(second, a_tool("fails"), "{}")
     assert is_error and "Too many MCP servers" in text
     assert await toolbox.call(first, a_tool("fails"), "{}") == ToolResult("out of paper", True)
     server.go.set()
@@ -303,7 +303,7 @@ async def test_connections_for_requests_are_shared_and_bounded(
 
 
 async def test_function_that_is_no_more_is_an_error(toolbox: Toolbox) -> None:
-    text, is_error = await toolbox.call(Source(label="functions"), a_tool("halve"), "{}")
+    text, is_error, _ = await toolbox.call(Source(label="functions"), a_tool("halve"), "{}")
     assert is_error and text == "There is no tool halve any more."
 
 

@@ -203,7 +203,8 @@ def test_half_the_bits_still_give_vectors_of_length_one(reference: Any) -> None:
 def test_a_padded_batch(tiny_encoder: Path) -> None:
     backend = SentenceTransformerBackend(config(tiny_encoder))
     seen: list[Any] = []
-    backend._model[0].register_forward_pre_hook(lambda _, inputs: seen.append(dict(inputs[0])))
+    model: Any = backend._model
+    model._model[0].register_forward_pre_hook(lambda _, inputs: seen.append(dict(inputs[0])))
 
     @EXAMPLES
     @given(st.lists(st.lists(st.integers(0, 30521), min_size=1, max_size=20), min_size=1, max_size=5))

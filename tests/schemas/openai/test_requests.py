@@ -478,4 +478,4 @@ def test_every_form_of_a_prompt_is_understood(prompt: Any, prompts: list[Any]) -
 
 
 def test_endpoints_are_all_tried() -> None:
-    assert {*BOTH, "/v1/embeddings"} == set(get_args(Endpoint))
+    assert {*BOTH, "/v1/embeddings", "/v1/rerank"} == set(get_args(Endpoint))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -212,9 +213,12 @@ def test_another_picture_is_another_beginning_from_its_place_on() -> None:
     assert about("a") == one
 
 
-def test_one_of_inputs_has_no_beginning_that_a_worker_keeps() -> None:
+@pytest.mark.parametrize("endpoint", ["/v1/embeddings", "/v1/rerank"])
+def test_one_of_inputs_has_no_beginning_that_a_worker_keeps(endpoint: str) -> None:
     strategy = PrefixAware()
-    job = asking(0).model_copy(update={"endpoint": "/v1/embeddings"})
+    job = asking(0).model_copy(update={"endpoint": endpoint})
+    job = job.model_copy(update={"prompts": job.prompts * 3})
+    assert job.seats == 1  # its inputs take turns
     assert [strategy.pick([worker(0), worker(1)], job).worker for _ in range(4)] == ["w0", "w1", "w0", "w1"]
 
 

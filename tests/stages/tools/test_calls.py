@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from penstock.config.settings import Settings
 from penstock.schemas.errors import BrokerUnavailable
-from penstock.schemas.loops import LoopTool, Source, ToolResult
+from penstock.schemas.loops import KeepImage, LoopTool, Source, ToolResult
 from penstock.schemas.registry import StageCard
 from penstock.stages import Pipe
 from penstock.stages.cancellations import Cancellations
@@ -81,7 +81,7 @@ class Tools:
     async def tools(self, source: Source) -> list[LoopTool]:
         raise NotImplementedError
 
-    async def call(self, source: Source, tool: LoopTool, arguments: str) -> ToolResult:
+    async def call(self, source: Source, tool: LoopTool, arguments: str, keep: KeepImage | None = None) -> ToolResult:
         self.calls += 1
         self.called.set()
         await self.goes.wait()

@@ -12,7 +12,7 @@ from memory_pipeline import MODEL, Pipeline, events_of
 from penstock.api.bridge.reading import Reading
 from penstock.schemas.errors import ToolFailed
 from penstock.schemas.jobs import Job
-from penstock.schemas.loops import LoopTool, Source, ToolResult
+from penstock.schemas.loops import KeepImage, LoopTool, Source, ToolResult
 from penstock.stages.tools.calls import SHARE, TOGETHER
 
 PATIENCE = 30.0  # seconds until a wait counts as endless
@@ -33,7 +33,7 @@ class Slow:
         await self.goes.wait()
         raise ToolFailed("has none")
 
-    async def call(self, source: Source, tool: LoopTool, arguments: str) -> ToolResult:
+    async def call(self, source: Source, tool: LoopTool, arguments: str, keep: KeepImage | None = None) -> ToolResult:
         raise NotImplementedError
 
 

@@ -32,7 +32,7 @@ from penstock.streams.topology import RESPONSES, STATE, WORKERS, Subjects, batch
 
 DAY = 86400.0
 LONG = {"responses_ttl": 90 * DAY, "tenant_limit": 7, "events_ttl": 3600.0}
-SMALL = {"store_limit": 256 << 20, "events_limit": 16 << 20}
+SMALL: dict[str, Any] = {"store_limit": 256 << 20, "events_limit": 16 << 20}
 CUSTOM = ("validate", "custom", *BUILT_IN_STAGES[1:])
 
 
@@ -280,6 +280,45 @@ async def test_limits_grow_and_shrink_within_the_store(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="insufficient storage"):
         await owned(broker, part(store_limit=512 << 20))
     assert (await Deployment(broker, part()).agreed()).configuration.store_limit == SMALL["store_limit"]
+    await broker.close()
+    await server.stop()
+
+
+def _account(**limits: int) -> str:
+    own = ", ".join(f"{name}: {value}" for name, value in limits.items())
+    return f"accounts {{ A: {{ jetstream: {{ {own} }}, users: [{{ user: u, password: p }}] }} }}"
+
+
+async def test_an_account_with_few_consumers_is_set_up_with_what_it_allows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As accounts of services have them. Streams in memory are made again so when the server has lost them."""
+    server = await EmbeddedServer.start(tmp_path / "nats", more=[_account(max_consumers=40)], authorization="")
+    broker = await JetStreamBroker.connect(server.url.replace("//", "//u:p@"), namespace="p")
+    part = Loaded(Settings(namespace="p", **SMALL), dict.fromkeys(Settings.model_fields, "--flag"))
+    await owned(broker, part)
+    for name in ("JOBS_HIGH", WORKERS, STATE):
+        assert (await limits(broker, name))["max_consumers"] == 40
+    found = await Deployment(broker, part).differences((await Deployment(broker, part).agreed()).configuration)
+    assert not any(found)
+    await broker.reconfigure(*layout(part.settings))
+    capsys.readouterr()
+    await joined(broker, part)
+    assert "not as agreed" not in "".join(capsys.readouterr())
+    await call(broker._link, f"STREAM.DELETE.{broker.server_name(WORKERS)}")
+    await broker._restore()
+    assert (await limits(broker, WORKERS))["max_consumers"] == 40
+    await broker.close()
+    await server.stop()
+
+
+async def test_an_account_with_few_streams_is_told_how_many_are_needed(tmp_path: Path) -> None:
+    server = await EmbeddedServer.start(tmp_path / "nats", more=[_account(max_streams=9)], authorization="")
+    broker = await JetStreamBroker.connect(server.url.replace("//", "//u:p@"), namespace="p")
+    part = Loaded(Settings(namespace="p", **SMALL), dict.fromkeys(Settings.model_fields, "--flag"))
+    with pytest.raises(StartupError, match=r"may have 9 streams and has \d: Penstock needs \d+ more"):
+        await owned(broker, part)
+    assert await broker.present(broker.server_name("JOBS_HIGH")) is None
     await broker.close()
     await server.stop()
 
