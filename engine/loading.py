@@ -37,7 +37,8 @@ from .checkpoints.packed_weights import lazy_packed_weights, packed_level_reader
 from .checkpoints.rounded import TakesLevels, attach, lazy_rounded_weights, rounded_readers, without_numbers
 from .config import EngineConfig
 from .models import packed_files, read_config, read_quantized, read_shapes
-from .vision.families.family import is_of_tower, language_model_of
+from .vision.families.names import is_of_tower, language_model_of
+from .vision.mobilenet import provide_tower
 
 
 def load_config(path: Path) -> PreTrainedConfig:
@@ -116,6 +117,8 @@ def _load(
     gguf = read_gguf(path) if is_gguf(path) else None
     quantized = read_quantized(path)
     packed = None if gguf or quantized else packed_files(path)
+    if read_config(path).get("model_type") == "gemma3n":
+        provide_tower()
     if not (gguf or quantized or packed):
         auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         with counting_weights(progress):

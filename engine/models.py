@@ -39,7 +39,8 @@ class ModelInfo:
 
     `dtype` is the checkpoint's, None if its config does not say. `parameters` is None until the weight files are read.
     `slow_paths` says, for each fast path that the loaded model does not take, why not and what to do about it.
-    `sees` images: with a backend that can. A model that `ranks` scores pairs of texts, and does nothing else.
+    `sees` images: with a backend that can. `chat_template` is the one of a family that is published without any.
+    A model that `ranks` scores pairs of texts, and does nothing else.
     """
 
     source: str
@@ -51,6 +52,7 @@ class ModelInfo:
     parameters: int | None = None
     slow_paths: tuple[str, ...] = ()
     sees: bool = False
+    chat_template: str = ""
     ranks: bool = False
 
 
@@ -183,7 +185,8 @@ def read_model_info(
         vocabulary_size=text["vocab_size"],
         eos_token_ids=tuple(eos),
         dtype=config.get("dtype") or config.get("torch_dtype"),
-        sees=seeing_family(path, config) is not None,
+        sees=(family := seeing_family(path, config)) is not None,
+        chat_template=family.template if family is not None else "",
         ranks=ranks(path, config),
     )
 

@@ -86,8 +86,8 @@ class MatmulAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def pack_group(self, packed: PackedSegments, tables: Ints, slots: Ints, group: LayerGroup) -> MatmulStep:
-        ends = np.array([segment.end for segment in packed.segments])
-        widths = -(-ends // self.block_size)
+        lengths = np.array([segment.end for segment in packed.segments])
+        widths = -(-lengths // self.block_size)
         num_decoding = sum(len(segment.tokens) == 1 for segment in packed.segments)
         buckets = []
         start = 0
@@ -95,7 +95,7 @@ class MatmulAttention:
             stop = start + 1
             while stop < num_decoding and 2 * widths[stop] > widths[start]:
                 stop += 1
-            buckets.append(self._bucket(start, ends[start:stop], tables[start:stop], group))
+            buckets.append(self._bucket(start, lengths[start:stop], tables[start:stop], group))
             start = stop
         prefills = []
         for row, segment in enumerate(packed.segments[num_decoding:], num_decoding):
@@ -103,7 +103,8 @@ class MatmulAttention:
             skipped = 0 if group.window is None else max(0, segment.start + 1 - group.window) // self.block_size
             rows = self._rows(tables[row : row + 1, skipped : widths[row]], group)
             first = skipped * self.block_size
-            seen = segment.ends - first if segment.ends is not None and group.is_mutual else None
+            ends = group.ends(segment)
+            seen = None if ends is None else ends - first
             prefills.append(Prefill(start, stop, segment.start - first, rows, seen))
             start = stop
         return MatmulStep(group.window, self._tensor(slots), tuple(buckets), tuple(prefills))

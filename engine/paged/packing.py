@@ -50,12 +50,22 @@ class LayerGroup(NamedTuple):
     """Layers that share block tables: `num_heads` key-value heads, `num_blocks` in a pool, the last always zero.
 
     `is_mutual`: tokens see the keys before their `ends`; without it, up to their own, whatever a segment says.
+    `is_near`: the window bounds how far they see ahead, too.
     """
 
     window: int | None
     num_heads: int
     num_blocks: int
     is_mutual: bool = True
+    is_near: bool = False
+
+    def ends(self, segment: Segment) -> Ints | None:
+        """The keys before which number each of a segment's tokens sees here; None if only those up to its own."""
+        if segment.ends is None or not self.is_mutual:
+            return None
+        if self.window is None or not self.is_near:
+            return segment.ends
+        return np.minimum(segment.ends, np.arange(segment.start, segment.end) + self.window)
 
 
 class PackedStep(NamedTuple):

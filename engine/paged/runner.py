@@ -129,8 +129,9 @@ class Runner:
         Each pool gets one more block that is never written, so that padding always reads zeros.
         """
         anywhere = self.vision is None or not self.vision.processor.in_windows
+        is_prefix = self.vision is not None and self.vision.processor.is_prefix
         self._packed_groups = [
-            LayerGroup(*group, count + 1, is_mutual=anywhere or group[0] is not None)
+            LayerGroup(*group, count + 1, is_mutual=anywhere or group[0] is not None, is_near=is_prefix)
             for group, count in zip(self.groups, num_blocks, strict=True)
         ]
         kinds = zip(self.specs, self._group_of, strict=True)

@@ -14,7 +14,8 @@ from ..checkpoints.widths import TABLES, WIDTHS, byte_widths, gguf_widths, packe
 from ..config import EngineConfig
 from ..cpu.machine import KERNEL_FLAGS, computes_bfloat16, cpu_flags
 from ..models import packed_files, read_config, read_model_info, read_quantized, read_shapes
-from ..vision.families.family import family_of, is_of_tower, is_unused
+from ..vision.families.family import family_of
+from ..vision.families.names import is_of_tower, is_unused
 from .discovery import files_for, find_backend
 
 _LOADING = 1.5  # peak memory over the weights' size, while they are packed

@@ -55,7 +55,7 @@ class Tokenizer:
         self.special_token_ids = frozenset(facts.special_ids)
         self.vocabulary_size = info.vocabulary_size
         self.vocabulary: Mapping[str, int] = (self.huggingface if self.fast is None else self.fast).get_vocab()
-        self._templates = ChatTemplates(facts.chat_template, facts.special_tokens)
+        self._templates = ChatTemplates(facts.chat_template or info.chat_template or None, facts.special_tokens)
 
     @property
     def chat_template(self) -> str:

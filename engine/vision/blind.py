@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from ...schemas.errors import ModelLoadError
-from .families.family import language_model_of
+from .families.names import language_model_of
 from .tower import LanguageModel
 
 _NEAR = 1e-3  # of logits in float32

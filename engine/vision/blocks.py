@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -77,7 +78,49 @@ class Blocks:
             yield
 
 
+def blocks_of(body: Any, names: Sequence[str]) -> Blocks | None:
+    """Those of the tower in `body` whose name is first, or names with + between, and what computes further features of
+    them; None if it has none."""
+    if not names:
+        return None
+    first, *others = names
+    blocks = [block for name in first.split("+") for block in _descendants(body, name)]
+    return Blocks(blocks, [one for name in others for one in _descendants(body, name)], _used(body)) if blocks else None
+
+
+def _used(body: Any) -> int | Sequence[int] | None:
+    """The numbers of the hidden states that are used beside the last ones, counted as transformers counts them."""
+    if (index := getattr(body, "global_attn_index", None)) is not None:  # DeepSeek-VL, whose second tower follows
+        count = len(body.vision_model.encoder.layers)
+        return count, count + index + 1
+    used: int | Sequence[int] | None = getattr(body.config, "vision_feature_layer", None)
+    return getattr(getattr(body, "vision_tower", None), "used_blocks", used)
+
+
+def _descendants(module: nn.Module, name: str) -> Iterator[nn.Module]:
+    """The modules of a list, or of lists in it, inside another, in order, or the one of this name; none if it is
+    missing."""
+    for part in name.split("."):
+        found = getattr(module, part, None)
+        if found is None:
+            return
+        module = found
+    yield from _leaves(module)
+
+
+def _leaves(module: nn.Module) -> Iterator[nn.Module]:
+    if not isinstance(module, nn.ModuleList):
+        yield module
+        return
+    for one in module:
+        yield from _leaves(one)
+
+
 def _cost(block: nn.Module, hidden: Tensor) -> float:
-    """The floating-point operations of a block; windows of attention are counted as if there were none."""
-    count, size = hidden.shape[:-1].numel(), hidden.shape[-1]
-    return 2.0 * count * sum(parameter.numel() for parameter in block.parameters()) + 4.0 * count * count * size
+    """The floating-point operations of a block; windows of attention are counted as if there were none, and attention
+    among convolutions, of [B, C, H, W], not at all: it is the smallest part."""
+    numbers, size = sum(parameter.numel() for parameter in block.parameters()), hidden.shape[-1]
+    if hidden.ndim == 4 and any(parameter.ndim == 4 for parameter in block.parameters()):
+        return 2.0 * hidden.numel() / hidden.shape[1] * numbers
+    count = hidden.shape[:-1].numel()
+    return 2.0 * count * numbers + 4.0 * count * count * size

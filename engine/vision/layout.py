@@ -6,12 +6,14 @@ of both. Source: `get_rope_index` in transformers' `modeling_qwen2_5_vl.py`.
 
 Where the tokens of an image see each other in both directions, all of them are computed in one step; a later step may
 begin inside the image, since the keys and values before it were computed so, too. Source:
-`get_block_sequence_ids_for_mask` in transformers' `modeling_gemma3.py`.
+`get_block_sequence_ids_for_mask` in transformers' `modeling_gemma3.py`. Where all of a prompt sees itself so, it is
+computed like such an image, and its keys and values are those of no other prompt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -56,7 +58,9 @@ class ImageLayout:
         tokens: list[Ints],
         positions: Ints | None,
         ends: Ints | None = None,
+        identity: bytes = b"",
     ) -> None:
+        self.identity = identity  # of the prompt, where each of its keys and values depends on all of it
         self.keyed = [((owner, image.identity), image) for image in images]
         self.num_encoded = 0  # parts of its images that passed the tower since it waits for them; set by `Pictures`
         self._tokens, self._positions, self._ends = tokens, positions, ends
@@ -71,9 +75,11 @@ class ImageLayout:
         is_mutual: bool = False,
         canvas: Canvas | None = None,
         marks: Sequence[int] = (),
+        is_prefix: bool = False,
     ) -> Self:
         """The layout of a request's prompt; `merge` and `canvas` are those of the model's `Family`. `is_mutual`: the
-        tokens of an image that follow one another see each other. `marks` are further tokens that show something."""
+        tokens of an image that follow one another see each other; with `is_prefix` all of the prompt's do. `marks` are
+        further tokens that show something."""
         ids = np.array(request.prompt, np.int64)
         shows = np.isin(ids, (image_token, *marks))
         tokens = [image.offset + np.flatnonzero(shows[image.offset : image.end]) for image in request.images]
@@ -82,15 +88,17 @@ class ImageLayout:
             numbers = [number for image in request.images for number in image.grid[2:]]
             sizes = list(zip(numbers[::2], numbers[1::2], strict=True))
             positions = canvas_positions(ids, image_token, sizes, canvas)
-        ends = _ends(len(ids), tokens) if is_mutual else None
-        return cls(request.cache_salt, request.images, tokens, positions, ends)
+        ends = _ends(len(ids), [np.arange(len(ids))] if is_prefix else tokens) if is_mutual else None
+        identity = blake2b(ids.tobytes(), digest_size=16).digest() if is_prefix else b""
+        return cls(request.cache_salt, request.images, tokens, positions, ends, identity)
 
     def place(self, start: int, end: int) -> Placement:
         """What the tokens from `start` to `end` see."""
         known = self._positions
         if known is None:
             images = self._placed(start, end)
-            return Placement(0, images, ends=self._seen(start, end) if images else None)
+            sees_later = images or (self.identity and self._ends is not None and start < len(self._ends))
+            return Placement(0, images, ends=self._seen(start, end) if sees_later else None)
         if start >= known.shape[1]:
             return Placement(self._shift)
         later = np.arange(max(start, known.shape[1]), end) + self._shift

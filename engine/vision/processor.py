@@ -29,20 +29,21 @@ from ..checkpoints.gguf.pairs import processor_of
 from ..models import read_config, seeing_family
 from ..text.tokenizer_port import TokenizerLike, encode_within
 from .chat import GivenImage
-from .families.family import PROCESSORS, Family, image_token
-from .families.writing import Grid
+from .families.family import PROCESSORS, Family
+from .families.writing import Grid, image_token
 from .features import ORDER
 from .images import PromptImage
 from .reading import ImageLimits, decode_image, refused, within
 
 if TYPE_CHECKING:  # light processes do without it
     from numpy.typing import NDArray
+    from torch import Tensor
 
 MOST_GRIDS = 4096  # images whose grids are remembered; a chat sends the same ones with every turn
 _MODEL_INPUTS = (
     *("pixel_values", "pixel_attention_mask", "spatial_shapes", "target_sizes"),
     *("image_grid_thw", "image_sizes", "image_position_ids", "batch_num_images", "tile_fine_mask"),
-    *("image_merge_sizes", "pixel_values_local", "num_local_patches"),
+    *("image_merge_sizes", "pixel_values_local", "num_local_patches", "high_res_pixel_values"),
 )
 
 
@@ -67,7 +68,7 @@ class VisionProcessor:
         self.merge = family.merge(config)
         self.canvas = None if family.canvas is None else family.canvas(config)
         self.is_rigid, self.tiles, self.blocks = family.is_rigid, family.tiles, family.blocks
-        self.narrows, self.crops = family.narrows, family.crops
+        self.narrows, self.crops, self.is_prefix = family.narrows, family.crops, family.is_prefix
 
     @classmethod
     def of(cls, path: Path) -> Self | None:
@@ -92,6 +93,10 @@ class VisionProcessor:
         if self.merge or self.in_windows or self.canvas:
             return "mm_token_type_ids"
         return "token_type_ids" if self.mutual else ""
+
+    def type_ids(self, tokens: Tensor) -> Tensor:
+        """What it takes under that name of a prompt with these tokens."""
+        return (tokens == self.image_token).int() * (not self.is_prefix)
 
     def mark(self, tokenizer: TokenizerLike) -> str:
         """The text, mostly of a token, by which a prompt's text says where its images stand."""
@@ -129,8 +134,8 @@ class VisionProcessor:
                 advice="send fewer or smaller ones",
             )
         whole = parts[0] + "".join(one + after for one, after in zip(written, parts[1:], strict=True))
-        whole = self._family.join(whole)
-        ids = encode_within(tokenizer, whole, context_length, "messages", add_special_tokens=add_special_tokens)
+        whole, adds = self._family.join(whole), add_special_tokens and not self.is_prefix
+        ids = encode_within(tokenizer, whole, context_length, "messages", add_special_tokens=adds)
         places = [place for place, id in enumerate(ids) if id in self.shown]
         if len(places) != sum(counts):
             named = " and ".join(map(repr, (part, *self._marks)))

@@ -1,14 +1,14 @@
 """A model that sees images, in two parts: the tower that makes features of pictures, and the language model.
 
-Both are transformers' own modules. The features take the place of the embeddings of an image's tokens; with "deepstack"
-(Qwen 3 VL) further features are added behind the first layers.
+Both are transformers' own modules, but for Gemma 3n's tower. The features take the place of the embeddings of an
+image's tokens; with "deepstack" (Qwen 3 VL) further features are added behind the first layers.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,8 +20,9 @@ from torch.backends import cudnn
 
 from ...schemas.errors import ModelLoadError
 from ..request import EngineRequest
-from .blocks import Blocks
-from .families.family import SCALING, UNUSED, is_of_tower, language_model_of
+from .blocks import Blocks, blocks_of
+from .embeddings import further_embeddings, replaced_tokens
+from .families.names import EMBEDDING, SCALING, UNUSED, is_of_tower, language_model_of
 from .features import ORDER, arranged, passes, stacked
 from .images import Key, PromptImage
 from .layout import ImageLayout, Placed
@@ -69,11 +70,12 @@ class LanguageModel(nn.Module):
         self.vision = vision
         self.name = type(whole).__name__
         self.replaced = replaced_tokens(whole.config)
+        self._further = further_embeddings(whole) if vision is not None else None
         self._has_layer_inputs = bool(getattr(text, "hidden_size_per_layer_input", 0))  # Gemma 4's E2B and E4B have
         self._softcap: float | None = getattr(text.config, "final_logit_softcapping", None)
         self.logit_scale: float = getattr(text.config, "output_multiplier", None) or 1.0  # of Muse, before the cap
-        if whole.config.model_type in SCALING:
-            self.logit_scale /= text.config.logits_scaling
+        if power := SCALING.get(whole.config.model_type):
+            self.logit_scale *= text.config.logits_scaling**power
         self.dtype: torch.dtype = text.dtype
         self.device: torch.device = text.device
         self._supports_attention_backend = bool(text._supports_attention_backend)
@@ -99,6 +101,8 @@ class LanguageModel(nn.Module):
         for id, other in self.replaced.items():
             input_ids = input_ids.where(input_ids != id, other)
         embedded = self.model.get_input_embeddings()(input_ids)
+        if self._further is not None:
+            embedded = self._further(input_ids, embedded)
         if self._has_layer_inputs:
             more["per_layer_inputs"] = self.model.get_per_layer_inputs(input_ids)
         if seen is not None:
@@ -153,7 +157,10 @@ class Vision:
             return None
         processor = self.processor
         first, *marks = processor.shown
-        return ImageLayout.of(request, first, processor.merge, processor.mutual > 0, processor.canvas, marks)
+        is_mutual = processor.mutual > 0
+        return ImageLayout.of(
+            request, first, processor.merge, is_mutual, processor.canvas, marks, is_prefix=processor.is_prefix
+        )
 
     def see(self, placed: Sequence[Placed], device: torch.device) -> Seen | None:
         """What the tokens of a step see, by their rows in it; None if there is no image."""
@@ -180,11 +187,12 @@ class Vision:
         whole = [*ids[:before], *shown, *ids[before:]]
         image = replace(image, offset=before, length=count)
         config = self._text.config
-        own, config._attn_implementation = config._attn_implementation, "sdpa"
+        is_capped = getattr(config, "attn_logit_softcapping", None) is not None
+        own, config._attn_implementation = config._attn_implementation, "eager" if is_capped else "sdpa"
         try:
             tokens = torch.tensor([whole], device=self._device)
             named = self.processor.types
-            types = {named: (tokens == self.processor.image_token).int()} if named else {}
+            types = {named: self.processor.type_ids(tokens)} if named else {}
             features: Tensor | None = None
             if self.processor.is_rigid and self._body.dtype != torch.float32:
                 embedded = self._text.get_input_embeddings()(tokens)
@@ -285,9 +293,7 @@ class Vision:
         return None, None
 
     def _find_blocks(self) -> Blocks | None:
-        blocks, *others = [list(_descendants(self._body, name)) for name in self.processor.blocks] or [[]]
-        layers = getattr(self._body.config, "vision_feature_layer", None)
-        return Blocks(blocks, [one for more in others for one in more], layers) if blocks else None
+        return blocks_of(self._body, self.processor.blocks)
 
     def _to_device(self, arrays: Arrays) -> dict[str, Tensor]:
         made = {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
@@ -317,32 +323,18 @@ class Vision:
             self._used -= self._cache.popitem(last=False)[1].nbytes
 
 
-def replaced_tokens(config: Any) -> dict[int, int]:
-    """Tokens that stand for what a text has not, and those that take their place in the model with this config."""
-    if config.model_type not in ("gemma4", "gemma4_unified"):
-        return {}
-    ids = (getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
-    return dict.fromkeys((id for id in ids if id is not None), config.get_text_config().pad_token_id)
-
-
-def _descendants(module: nn.Module, name: str) -> Iterable[nn.Module]:
-    """The modules of a list inside another, in order, or the one of this name; none if it is missing."""
-    for part in name.split("."):
-        found = getattr(module, part, None)
-        if found is None:
-            return ()
-        module = found
-    return module if isinstance(module, nn.ModuleList) else (module,)
-
-
 def split(model: Any, processor: VisionProcessor) -> LanguageModel:
     """The language model of a model of transformers that sees images, with its `Vision`. Raises `ModelLoadError`."""
     body = model.model
     text = language_model_of(body)
     head = model.get_output_embeddings()
-    for name in UNUSED:
+    for name in UNUSED - EMBEDDING.get(model.config.model_type, set()):
         if hasattr(body, name):
             setattr(body, name, None)
     if text is None or head is None or not hasattr(body, "get_image_features"):
         raise ModelLoadError(f"{type(model).__name__} has no language model of its own; it cannot be served")
+    if processor.is_prefix:
+        for module in text.modules():
+            if hasattr(module, "is_causal"):
+                module.is_causal = True  # but for the ends that a prompt's layout gives
     return LanguageModel(model, text, head, Vision(model, text, processor))

@@ -375,6 +375,31 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "DeepseekVLImageProcessor", "size": {"height": 32, "width": 32}},
     ),
+    "deepseek_vl_hybrid": (  # as 7B, which has two towers
+        ["<image_placeholder>"],
+        {
+            "text_config": _TEXT | {"model_type": "llama"},
+            "vision_config": _SIGLIP | {"model_type": "siglip_vision_model", "vision_use_head": False},
+            "high_res_vision_config": {
+                "model_type": "sam_vision_model",
+                "hidden_size": 32,
+                "output_channels": 16,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 2,
+                "image_size": 64,
+                "patch_size": 8,
+                "window_size": 4,
+                "global_attn_indexes": [0],
+                "mlp_dim": 48,
+                "initializer_range": 0.3,
+            },
+        },
+        {
+            "image_processor_type": "DeepseekVLHybridImageProcessor",
+            "size": {"height": 32, "width": 32},
+            "high_res_size": {"height": 64, "width": 64},
+        },
+    ),
     "smolvlm": (
         [
             "<image>",
@@ -570,6 +595,19 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 56 * 56, "max_pixels": 112 * 112},
     ),
+    "hyperclovax_vision_v2": (
+        ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
+        {
+            "text_config": _TEXT
+            | {"model_type": "hyperclovax", "embedding_multiplier": 3.0, "logits_scaling": 0.4}
+            | {"attention_multiplier": 0.25, "residual_multiplier": 0.7},
+            "vision_config": _QWEN
+            | {"model_type": "qwen2_5_vl_vision", "intermediate_size": 64, "out_hidden_size": 48}
+            | {"window_size": 56, "fullatt_block_indexes": [1]},
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 56 * 56, "max_pixels": 112 * 112},
+    ),
     "paddleocr_vl": (
         ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
         {
@@ -609,6 +647,54 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
         {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 80, "width": 80}},
+    ),
+    "paligemma": (  # whose prompts see themselves as a whole
+        ["<image>", "<bos>"],
+        {
+            "text_config": _TEXT | {"model_type": "gemma", "num_key_value_heads": 1, "head_dim": 16},
+            "vision_config": _SIGLIP | {"model_type": "siglip_vision_model", "vision_use_head": False},
+            "projection_dim": 64,
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "SiglipImageProcessor", "size": {"height": 32, "width": 32}, "image_seq_length": 16},
+    ),
+    "paligemma2": (  # whose answers leave the windows of their prompts
+        ["<image>", "<bos>"],
+        {
+            "text_config": _TEXT
+            | {"model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 72},
+            "vision_config": _SIGLIP | {"model_type": "siglip_vision_model", "vision_use_head": False},
+            "projection_dim": 64,
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "SiglipImageProcessor", "size": {"height": 32, "width": 32}, "image_seq_length": 16},
+    ),
+    "gemma3n": (  # whose tokens around images, and of sounds, have embeddings of their own
+        ["<image_soft_token>", "<end_of_image>", "<start_of_image>"],
+        {
+            "text_config": _TEXT
+            | {"vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 16, "head_dim": 16}
+            | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": [128] * 4, "laurel_rank": 16}
+            | {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 20}
+            | {"activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0], "final_logit_softcapping": 5.0},
+            "vision_config": {
+                "model_args": {"channel_multiplier": 0.02, "msfa_output_resolution": 4},
+                "vocab_size": 8,
+                "vocab_offset": 512,
+                "label_names": ["LABEL_0", "LABEL_1"],
+            },
+            "audio_config": {  # which nothing uses but for its tokens
+                "hidden_size": 32,
+                "vocab_size": 120,
+                "vocab_offset": 520,
+                "conf_num_hidden_layers": 1,
+                "conf_num_attention_heads": 2,
+                "sscp_conv_channel_size": [8, 8],
+            },
+            "vision_soft_tokens_per_image": 16,
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "SiglipImageProcessor", "size": {"height": 64, "width": 64}, "do_normalize": False},
     ),
     "gemma4": (  # as its large ones: image tokens see each other; an image has more tokens than the window
         ["<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>"],
@@ -667,7 +753,7 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
-KINDS = {"gemma4_e": "gemma4", "granite_vision": "llava_next"}
+KINDS = {"paligemma2": "paligemma", "gemma4_e": "gemma4", "granite_vision": "llava_next"}
 """The model_type of families that are named otherwise here."""
 
 _TEMPLATE = (
@@ -708,6 +794,11 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
         own |= {"vision_start_token_id": ids[1], "vision_end_token_id": ids[2], "video_token_id": ids[3]}
     if family in ("gemma4", "gemma4_e", "gemma4_unified"):
         own |= {"boi_token_id": ids[1], "eoi_token_id": ids[2], "video_token_id": ids[3], "audio_token_id": ids[4]}
+    if family == "gemma3n":
+        from penstock.engine.vision.mobilenet import provide_tower
+
+        own |= {"boi_token_id": ids[2], "eoi_token_id": ids[1], "audio_token_id": 639}
+        provide_tower()
     if family == "gemma3":
         own |= {"boi_token_index": ids[1], "eoi_token_index": ids[2]}
     if family in ("glm4v", "glm4v_moe", "glm46v", "glm_ocr"):
@@ -724,9 +815,13 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = library.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-        for parameter in model.parameters():  # towers begin with small numbers, in which all images look alike
+        for name, parameter in model.named_parameters():  # towers begin with small numbers, which make images alike
             if parameter.ndim > 1 and parameter.std() < 0.1:
                 torch.nn.init.normal_(parameter, std=0.1)
+            if name.endswith("_alpha"):  # DeepSeek-VL's, likewise
+                parameter.data.fill_(0.7)
+            if name.endswith(".gamma"):  # Gemma 3n's, which begin as if blocks were not there
+                parameter.data.uniform_(0.5, 1)
         for name, buffer in model.named_buffers():  # Gemma 4's, which begin as if they were not there
             if (kind := name.rpartition(".")[2]) in _BUFFERS:
                 buffer.uniform_(*_BUFFERS[kind])

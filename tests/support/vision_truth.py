@@ -45,7 +45,7 @@ def _inputs(request: EngineRequest, processor: VisionProcessor, family: str) -> 
     ids = torch.tensor([request.prompt])
     inputs = _joined(request.images, processor, family) if request.images else {}
     if request.images and processor.types:
-        inputs[processor.types] = (ids == processor.image_token).int()
+        inputs[processor.types] = processor.type_ids(ids)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **inputs}
 
 

@@ -101,16 +101,17 @@ class PagedAttention:
             tiles=self._put(np.reshape(tiles, (-1, 2))),
             num_decoding=num_decoding,
             window=group.window,
-            ends=self._ends(packed) if group.is_mutual else None,
+            ends=self._ends(packed, group),
         )
 
-    def _ends(self, packed: PackedSegments) -> Tensor | None:
-        if all(segment.ends is None for segment in packed.segments):
+    def _ends(self, packed: PackedSegments, group: LayerGroup) -> Tensor | None:
+        each = [group.ends(segment) for segment in packed.segments]
+        if all(found is None for found in each):
             return None
         ends = packed.positions + 1
-        for index, segment in enumerate(packed.segments):
-            if segment.ends is not None:
-                ends[packed.rows == index] = segment.ends
+        for index, found in enumerate(each):
+            if found is not None:
+                ends[packed.rows == index] = found
         return self._put(ends)
 
     def _put(self, numbers: ArrayLike) -> Tensor:

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...vision.tower import LanguageModel, replaced_tokens
+from ...vision.embeddings import replaced_tokens
+from ...vision.tower import LanguageModel
 from ..state.layer import is_silu
 
 _NAMES = {  # of LFM2's modules; others have these

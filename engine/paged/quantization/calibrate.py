@@ -18,7 +18,7 @@ from torch.nn import functional
 from ....schemas.errors import ModelLoadError
 from ...checkpoints.rounded import Rounded
 from ...cpu.library import GROUP
-from ...vision.families.family import language_model_of
+from ...vision.families.names import language_model_of
 from ..decoding.precision import in_float32
 from .quantize import fits_int4, rounded
 from .rounding import fit_int4, fit_int8, int4_levels, int8_levels

@@ -26,7 +26,7 @@ from ...checkpoints.rounded import Rounded, TakesLevels, blocks_of
 from ...cpu.layouts import fours, grouped, nibbles
 from ...cpu.library import BLOCK, FINE, GROUP, INT4, INT8, UNEVEN, Kernels, Product
 from ...cuda.levels import LevelKernels, unsupported
-from ...vision.families.family import language_model_of
+from ...vision.families.names import language_model_of
 from ..decoding.linear import (
     HELD,
     CompiledLinear,

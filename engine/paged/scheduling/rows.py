@@ -59,12 +59,13 @@ class Row:
     def extend_keys(self, block_size: int) -> None:
         """Extend the chain of keys to the last full block of known tokens."""
         keys, prompt, tokens = self.tables.keys, self.choice.prompt, self.choice.tokens
+        identity = b"" if self.choice.layout is None else self.choice.layout.identity
         adapter = self.choice.adapter.info.digest if self.choice.adapter is not None else ""
         for end in range((len(keys) + 1) * block_size, self.num_known + 1, block_size):
             begin = end - block_size
             parent = keys[-1] if keys else root(self.choice.request.cache_salt, adapter)
             generated = tokens[max(begin - len(prompt), 0) : max(end - len(prompt), 0)]
-            shown = marks(self.choice.request.images, begin, end)
+            shown = marks(self.choice.request.images, begin, end) + identity
             keys.append(chain(parent, [*prompt[begin:end], *generated], shown))
 
 

@@ -1,7 +1,6 @@
 """The families of models that see images, and how each writes an image among its tokens.
 
-Tokens of text are causal in all of them: models that let a whole prompt see itself in both directions (PaliGemma) would
-need another scheduler. Knows no torch and no transformers.
+Knows no torch and no transformers.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ....schemas.errors import ModelLoadError
 from .anyres import NEXT_SIZES, ONEVISION_SIZES, write_next, write_onevision
 from .bounds import bounds, budget, frame_bounds
 from .canvas import Canvas
@@ -20,12 +18,18 @@ from .merging import MergingProcessor
 from .slices import image_number, slices, write_aya, write_slices
 from .tiling import TilingProcessor, write_tiles
 from .writing import (
+    GEMMA3N_PROCESSOR,
+    GOT_TEMPLATE,
     JANUS_OPENING,
+    PALIGEMMA_TEMPLATE,
     Config,
     Grid,
     crops,
+    gemma4_settings,
     gemma_tokens,
+    image_token,
     join_idefics2,
+    join_paligemma,
     merge_side,
     mutual_soft_tokens,
     no_grid,
@@ -33,6 +37,7 @@ from .writing import (
     patches,
     patches_and_side,
     pixtral_patch,
+    prompt_length,
     rows_and_columns,
     rows_by_columns,
     rows_columns_and_route,
@@ -42,10 +47,10 @@ from .writing import (
     sizes_and_count,
     soft_tokens,
     tile_count,
-    tower_of,
     views,
     write_docling,
     write_gemma,
+    write_gemma3n,
     write_got,
     write_idefics2,
     write_internvl,
@@ -63,14 +68,6 @@ from .writing import (
 )
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # files with the settings of an image processor
-
-
-def image_token(config: Config) -> int:
-    """The id of the token that stands for a part of an image. Raises `ModelLoadError`."""
-    found = config.get("image_token_id", config.get("image_token_index"))
-    if not isinstance(found, int):
-        raise ModelLoadError("config.json does not give image_token_id; the model's files are incomplete")
-    return found
 
 
 class Family(NamedTuple):
@@ -94,6 +91,8 @@ class Family(NamedTuple):
     of a picture that shows how the model sees, without parts. `crops` names the input with crops of a picture, each of
     which is seen like a whole one, and before it, but for the feature that ends a picture. `marks` are texts and ids
     of tokens between those of an image that have features, too: the last rows of the tower's table, in this order.
+    `is_prefix`: all tokens of a prompt with images see each other; `join` writes how such a prompt begins. `template`
+    is the chat template of models that are published without one.
     `opening` is a text before each chat, where the processor's file asks for a default system prompt. `join` makes the
     text of a prompt of what has been written into it."""
 
@@ -122,6 +121,8 @@ class Family(NamedTuple):
     marks: Callable[[Config], Mapping[str, int]] = lambda _: {}
     opening: str = ""
     join: Callable[[str], str] = str
+    is_prefix: bool = False
+    template: str = ""
 
 
 def family_of(config: Config) -> Family | None:
@@ -146,28 +147,6 @@ def why_blind(config: Config) -> str:
     if "vision_config" in config:
         return f"takes text alone: images are not supported for {kind}, but for {', '.join(sorted(FAMILIES))}"
     return "takes text alone"
-
-
-def language_model_of(body: Any) -> Any:
-    """The language model inside transformers' model without its output head; None in a model of text."""
-    return getattr(body, "language_model", None) or getattr(body, "text_model", None)
-
-
-def is_unused(name: str) -> bool:
-    """Whether a weight of this name belongs to what makes features of sounds, or pictures, which is dropped once it is
-    loaded."""
-    return not UNUSED.isdisjoint(name.split("."))
-
-
-def is_of_tower(name: str) -> bool:
-    """Whether a weight of this name belongs to what makes features of pictures, and not to a language model."""
-    return not _TOWERS.isdisjoint(name.split("."))
-
-
-def _gemma4_settings(config: Config) -> dict[str, Any]:
-    names = ("patch_size", "pooling_kernel_size")
-    own = {name: tower_of(config)[name] for name in names if name in tower_of(config)}
-    return {"image_processor_type": "Gemma4ImageProcessor", **own}
 
 
 _QWEN = Family(
@@ -202,7 +181,7 @@ _GEMMA4 = Family(
     mutual=mutual_soft_tokens,
     in_windows=True,
     bounded=budget,
-    settings=_gemma4_settings,
+    settings=gemma4_settings,
 )
 FAMILIES: dict[str, Family] = {
     "gemma3": Family(
@@ -216,6 +195,22 @@ FAMILIES: dict[str, Family] = {
             "pan_and_scan_max_num_crops": 4,
             "pan_and_scan_min_ratio_to_activate": 1.2,
         },
+    ),
+    "paligemma": Family(
+        no_grid,
+        write_siglip,
+        blocks=("vision_tower.encoder.layers",),
+        mutual=prompt_length,
+        may_be_blind=True,
+        join=join_paligemma,
+        is_prefix=True,
+        template=PALIGEMMA_TEMPLATE,
+    ),
+    "gemma3n": Family(
+        no_grid,
+        write_gemma3n,
+        blocks=("vision_tower.timm_model.blocks",),
+        settings=lambda _: GEMMA3N_PROCESSOR,
     ),
     "gemma4": _GEMMA4,
     "gemma4_unified": _GEMMA4._replace(blocks=(), prepares=MergingProcessor),
@@ -262,6 +257,7 @@ FAMILIES: dict[str, Family] = {
         blocks=("vision_tower.layers",),
         may_be_blind=True,
         narrows=True,
+        template=GOT_TEMPLATE,
     ),
     "qianfan_ocr": _INTERNVL._replace(may_be_blind=True, mark="<image>"),
     "deepseek_ocr2": Family(
@@ -295,6 +291,13 @@ FAMILIES: dict[str, Family] = {
         opening=JANUS_OPENING,
     ),
     "deepseek_vl": Family(no_grid, write_siglip, blocks=("vision_model.encoder.layers",), may_be_blind=True),
+    "deepseek_vl_hybrid": Family(
+        no_grid,
+        write_siglip,
+        blocks=("vision_model.encoder.layers+high_res_vision_model.vision_encoder.layers",),
+        may_be_blind=True,
+        narrows=True,
+    ),
     "smolvlm": _TILES,
     "lfm2_vl": Family(
         lambda _, made: tuple(made["tiles"]),
@@ -310,6 +313,7 @@ FAMILIES: dict[str, Family] = {
     "glm46v": _GLM,
     "glm_ocr": _GLM,
     "exaone4_5": _PLAIN,
+    "hyperclovax_vision_v2": _PLAIN._replace(blocks=("vision_model.blocks",), may_be_blind=True),
     "paddleocr_vl": _QWEN._replace(blocks=("visual.vision_model.encoder.layers",)),
     "lfm3_vl": _PLAIN._replace(blocks=("vision_tower.layers",), narrows=True),
     "lighton_ocr": Family(sizes, write_lighton, blocks=("vision_encoder.transformer.layers",)),
@@ -321,13 +325,4 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5": _QWEN._replace(may_be_blind=True),
     "qwen3_5_moe": _QWEN._replace(may_be_blind=True),
 }
-_TOWERS = {
-    *("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector", "embed_vision"),
-    *("projector", "vision_encoder", "vision_projection", "image_newline", "merger", "density_router", "aligner"),
-    *("view_separator", "visual_embeddings_table"),
-}
-UNUSED = {"audio_tower", "embed_audio", "vqmodel", "generation_embeddings", "generation_aligner", "generation_head"}
-"""Modules' names, too."""
-SCALING = {"granite_docling"}
-"""Those whose heads divide logits by the `logits_scaling` of their text_config, as Granite's do alone."""
-_BIDIRECTIONAL = {"paligemma", "shieldgemma2", "t5gemma2"}
+_BIDIRECTIONAL = {"shieldgemma2", "t5gemma2"}

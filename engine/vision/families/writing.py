@@ -17,6 +17,36 @@ JANUS_OPENING = (
     "You are a helpful language and vision assistant. You are able to understand the visual content that the user "
     "provides, and assist the user with a variety of tasks using natural language.\n\n"
 )
+GEMMA3N_PROCESSOR: dict[str, Any] = {  # as of the published models
+    "image_processor_type": "SiglipImageProcessor",
+    "size": {"height": 768, "width": 768},
+    "resample": 2,
+    "do_normalize": False,
+}
+GOT_TEMPLATE = """<|im_start|>system
+You should follow the instructions carefully and explain your answers in detail.<|im_end|>
+{%- for message in messages -%}
+<|im_start|>{{ message.role + '\\n' }}
+{%- if message.content is string -%}
+{{ message.content }}
+{%- else -%}
+{%- for part in message.content if part.type == 'image' %}<img><imgpad></img>{% endfor -%}
+{{ '\\n' }}
+{%- for part in message.content if part.type == 'text' %}{{ part.text }}{% else %}{{ ' OCR: ' }}{% endfor -%}
+{%- endif -%}
+<|im_end|>
+{%- endfor -%}
+{%- if add_generation_prompt %}<|im_start|>{{ 'assistant\\n' }}{% endif -%}
+"""
+PALIGEMMA_TEMPLATE = """
+{%- set message = messages[0] -%}
+{%- if messages | length > 1 or message.role != 'user' or message.content is string -%}
+{{ raise_exception('this model takes one message of the user and no others, with images and a short prompt such as ' +
+'"caption en" or "answer en How many are there?"') }}
+{%- endif -%}
+{%- for part in message.content if part.type == 'image' -%}<image>{%- endfor -%}
+{%- for part in message.content if part.type == 'text' -%}{{ part.text }}{%- endfor -%}
+"""
 EDGE = "<fake_token_around_image>"
 _JANUS = {"image_size": 384, "patch_size": 16}
 Config = Mapping[str, Any]
@@ -29,6 +59,14 @@ def side_of(value: Any) -> int:
 
 def tower_of(config: Config) -> Config:
     found: Config = config["vision_config"]
+    return found
+
+
+def image_token(config: Config) -> int:
+    """The id of the token that stands for a part of an image. Raises `ModelLoadError`."""
+    found = config.get("image_token_id", config.get("image_token_index"))
+    if not isinstance(found, int):
+        raise ModelLoadError("config.json does not give image_token_id; the model's files are incomplete")
     return found
 
 
@@ -106,6 +144,17 @@ def write_idefics2(config: Config, grid: Grid, mark: str) -> str:
 def join_idefics2(text: str) -> str:
     """One mark stands between images beside each other, and a space between one and a word."""
     return re.sub(rf"{EDGE}(?=[^\s<])", f"{EDGE} ", text.replace(EDGE * 2, EDGE))
+
+
+def join_paligemma(text: str) -> str:
+    """The prompt begins behind its images, and a line ends it."""
+    images, text = text[: (end := text.rfind("<image>") + len("<image>"))], text[end:]
+    return f"{images}<bos>{text}\n"
+
+
+def prompt_length(config: Config) -> int:
+    """All tokens of a prompt see each other."""
+    return int(config.get("text_config", {}).get("max_position_embeddings", 8192))
 
 
 def write_janus(config: Config, grid: Grid, mark: str) -> str:
@@ -223,6 +272,11 @@ def write_gemma(config: Config, grid: Grid, mark: str) -> str:
     return f"Here is the original image {one} and here are some crops to help you see better {crops}"
 
 
+def write_gemma3n(config: Config, grid: Grid, mark: str) -> str:
+    count = int(config.get("vision_soft_tokens_per_image", 256))
+    return f"\n\n<start_of_image>{mark * count}<end_of_image>\n\n"
+
+
 def gemma_tokens(config: Config) -> int:
     return int(config.get("mm_tokens_per_image", 256))
 
@@ -236,3 +290,9 @@ def mutual_soft_tokens(config: Config) -> int:
     default = "vision" if config.get("model_type") == "gemma4_unified" else None
     found = config.get("text_config", {}).get("use_bidirectional_attention", default)
     return BUDGETS[-1] if found == "vision" else 0
+
+
+def gemma4_settings(config: Config) -> dict[str, Any]:
+    names = ("patch_size", "pooling_kernel_size")
+    own = {name: tower_of(config)[name] for name in names if name in tower_of(config)}
+    return {"image_processor_type": "Gemma4ImageProcessor", **own}

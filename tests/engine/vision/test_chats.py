@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -21,6 +20,7 @@ from vision_models import FAMILIES, make_vision_model, picture
 
 from penstock.engine.preparing.prepare import load_preparer
 from penstock.engine.vision.processor import VisionProcessor
+from penstock.schemas.errors import InvalidRequest
 from penstock.schemas.openai.completions import ChatRequest, parse_request
 
 # What each processor is told of its tiny model.
@@ -32,16 +32,29 @@ TOLD: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         {"context_image_token": "<IMG_CONTEXT>", "start_image_token": "<img>", "end_image_token": "</img>"},
     ),
     "deepseek_vl": ("DeepseekVLProcessor", {"num_image_tokens": 16}, {"image_token": "<image_placeholder>"}),
+    "deepseek_vl_hybrid": (
+        "DeepseekVLHybridProcessor",
+        {"num_image_tokens": 16},
+        {"image_token": "<image_placeholder>"},
+    ),
     "deepseek_ocr2": ("DeepseekOcr2Processor", {"patch_size": 1}, {}),
     "janus": (
         "JanusProcessor",
         {"num_image_tokens": 16, "use_default_system_prompt": True},
         {"image_token": "<image_placeholder>", "boi_token": "<begin_of_image>", "eoi_token": "<end_of_image>"},
     ),
+    "paligemma": ("PaliGemmaProcessor", {}, {"image_token": "<image>", "bos_token": "<bos>"}),
+    "gemma3n": (
+        "Gemma3nProcessor",
+        {"image_seq_length": 16},
+        {
+            **{"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+            **{"audio_token": "<|endoftext|>", "boa_token": "<|endoftext|>", "eoa_token": "<|endoftext|>"},
+        },
+    ),
     "idefics2": ("Idefics2Processor", {"image_seq_len": 3}, {}),
     "ovis2": ("Ovis2Processor", {"image_seq_length": 4}, {}),
 }
-DOCS = Path(__file__).parents[3] / "docs/images.md"
 WORDS = "Which of them is larger?"
 
 
@@ -60,16 +73,14 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     return cache(lambda family: make_vision_model(root / family, family))
 
 
-def test_the_template_for_got_ocr_writes_what_transformers_own_processor_does(
+def test_a_got_ocr_without_a_template_takes_pages(
     directory_of: Callable[[str], Path],
 ) -> None:
-    """The one of the documentation, for a page alone."""
+    """As transformers' processor does of a page alone."""
     import transformers
 
     directory, library = directory_of("got_ocr2"), transformers  # type: Path, Any
-    template = re.search(r"```jinja\n(.*?)```", DOCS.read_text(), re.DOTALL)
-    assert template is not None
-    (directory / "chat_template.jinja").write_text(template[1])
+    (directory / "chat_template.jinja").unlink()
     images = library.AutoImageProcessor.from_pretrained(directory, backend="pil")
     tokenizer = library.AutoTokenizer.from_pretrained(directory)
     theirs = library.GotOcr2Processor(images, tokenizer)
@@ -83,6 +94,7 @@ def test_the_template_for_got_ocr_writes_what_transformers_own_processor_does(
     assert torch.equal(torch.from_numpy(own.inputs(prepared.images[0])["pixel_values"]), wanted["pixel_values"])
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of PaliGemma's processor
 @pytest.mark.parametrize("family", TOLD)
 def test_a_chat_becomes_the_prompt_of_transformers_own_processor(
     family: str, directory_of: Callable[[str], Path]
@@ -97,7 +109,8 @@ def test_a_chat_becomes_the_prompt_of_transformers_own_processor(
         setattr(tokenizer, attribute, token)
         setattr(tokenizer, f"{attribute}_id", tokenizer.convert_tokens_to_ids(token))
     images = library.AutoImageProcessor.from_pretrained(directory, backend="pil")
-    theirs = getattr(library, name)(images, tokenizer, **told)
+    hearing = [library.Gemma3nAudioFeatureExtractor()] if family == "gemma3n" else []
+    theirs = getattr(library, name)(*hearing, images, tokenizer, **told)
     if "use_default_system_prompt" in told:
         (directory / "processor_config.json").write_text(json.dumps(told))
     preparer, own = load_preparer(str(directory), "paged", "none", "none"), VisionProcessor.of(directory)
@@ -116,6 +129,46 @@ def test_a_chat_becomes_the_prompt_of_transformers_own_processor(
         found = [own.inputs(image)["pixel_values"] for image in prepared.images]
         axis = 1 if family == "granite_docling" else 0
         assert torch.equal(torch.from_numpy(np.concatenate(found, axis)), wanted["pixel_values"])
+        if family == "deepseek_vl_hybrid":
+            found = [own.inputs(image)["high_res_pixel_values"] for image in prepared.images]
+            assert torch.equal(torch.from_numpy(np.concatenate(found)), wanted["high_res_pixel_values"])
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of PaliGemma's processor
+def test_a_paligemma_without_a_template_takes_images_and_a_prompt(
+    directory_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """As transformers' processor does; a chat of another kind is refused."""
+    import transformers
+
+    library, own = transformers, directory_of("paligemma")  # type: Any, Path
+    for file in own.iterdir():
+        if file.name != "chat_template.jinja":
+            shutil.copy(file, tmp_path)
+    tokenizer = library.AutoTokenizer.from_pretrained(tmp_path)
+    assert not tokenizer.chat_template
+    begin = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", tokenizer.get_vocab()["<bos>"])])
+    tokenizer.backend_tokenizer.post_processor = begin
+    tokenizer.save_pretrained(tmp_path)
+    tokenizer.bos_token, tokenizer.image_token = "<bos>", "<image>"
+    tokenizer.image_token_id = tokenizer.get_vocab()["<image>"]
+    theirs = library.PaliGemmaProcessor(library.AutoImageProcessor.from_pretrained(tmp_path, backend="pil"), tokenizer)
+    preparer = load_preparer(str(tmp_path), "paged", "none", "none")
+    files = [picture(), picture(80, 30, 1)]
+    wanted = theirs(
+        images=[Image.open(io.BytesIO(file)) for file in files],
+        text="<image><image>caption en",
+        return_tensors="pt",
+        add_special_tokens=False,
+    )
+    prepared = preparer.prepare(chat(files, "caption en"), context_length=3000, name="m", seed=1)
+    assert [*prepared.prompts[0]] == wanted["input_ids"][0].tolist()
+    alone = chat([], "caption en")
+    twice = chat(files, "caption en")
+    twice.messages.extend(alone.messages)
+    for refused in (alone, twice):
+        with pytest.raises(InvalidRequest, match="takes one message of the user and no others, with images"):
+            preparer.prepare(refused, context_length=3000, name="m", seed=1)
 
 
 @pytest.mark.parametrize("template", ["", "{{ bos_token }}"])

@@ -27,7 +27,7 @@ from penstock.engine.loading import load_config
 from penstock.engine.models import resolve_model
 from penstock.engine.paged.backend import PagedBackend
 from penstock.engine.preparing.prompts import Prompt
-from penstock.engine.vision.families.family import is_of_tower
+from penstock.engine.vision.families.names import is_of_tower
 from penstock.engine.vision.processor import VisionProcessor
 from penstock.schemas.errors import ModelLoadError
 

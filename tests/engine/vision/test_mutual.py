@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from PIL import Image
 from pydantic import ByteSize
 from transformers import AutoTokenizer
+from transformers.masking_utils import blockwise_overlay, create_causal_mask
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.modeling_gemma3 import get_block_sequence_ids_for_mask
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from vision_models import make_vision_model, picture
 from vision_runs import requests_of, run
-from vision_truth import expected, reference
+from vision_truth import expected, first_logits, reference
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, ImageText, InferenceEngine
 from penstock.engine.paged.backend import PagedBackend
@@ -104,6 +105,61 @@ def test_a_cached_prefix_may_end_inside_an_image(chunk: int, family: str, tmp_pa
         end = backend.cache_stats().num_hit_tokens - hits
         assert one.images[0].offset < end < one.images[0].end, "the second one begins inside the image"
     backend.close()
+
+
+def test_a_prompt_that_sees_itself_shares_no_block_with_another(tmp_path: Path) -> None:
+    """Not even where both begin with the same picture and words: each key depends on all of the prompt."""
+    model = make_vision_model(tmp_path / "paligemma", "paligemma")
+    truth, words = reference(model), "What do you see, in as many words as you can find? "
+    with InferenceEngine(config(model)) as engine:
+        processor = engine.sight.processor
+        assert processor is not None
+        texts = [f"{engine.image_mark}{words}{end}" for end in ("One", "Two", "One")]
+        prompts = [ImageText(text, (picture(),)) for text in texts]
+        found = requests_of(engine, prompts, GREEDY)
+        assert found[0].prompt[:32] == found[1].prompt[:32]
+        wanted = [expected(truth, one, processor, "paligemma", COUNT) for one in found]
+        outputs = [engine.generate(prompt, GREEDY) for prompt in prompts]
+        assert [output.token_ids for output in outputs] == wanted
+        assert [output.stats.cached_tokens for output in outputs[:2]] == [0, 0]
+        assert outputs[2].stats.cached_tokens == (len(found[2].prompt) - 1) // 16 * 16
+        longer = engine.generate(prompts[0], GREEDY.model_copy(update={"max_tokens": 40}))
+        assert longer.token_ids[:COUNT] == wanted[0]
+    backend = PagedBackend(config(model, prefill_chunk_size=8, max_batch_size=4))
+    assert run(backend, found) == wanted, "beside each other, and in one step each"
+    backend.close()
+
+
+def test_windows_bound_what_a_prompt_sees_of_itself_on_both_sides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in Google's code; transformers has no bounds there."""
+    from transformers.models.paligemma import modeling_paligemma
+
+    model = make_vision_model(tmp_path / "paligemma2", "paligemma2")
+    file = model / "config.json"
+    settings = json.loads(file.read_text())
+    settings["text_config"]["sliding_window"] = window = 32
+    file.write_text(json.dumps(settings))
+
+    def near(block_sequence_ids: torch.Tensor, **more: Any) -> Any:
+        more |= {"and_mask_function": lambda _, __, query, key: abs(query - key) < window}
+        return create_causal_mask(**more, or_mask_function=blockwise_overlay(block_sequence_ids))
+
+    monkeypatch.setattr(modeling_paligemma, "create_sliding_window_causal_mask", near)
+    truth = reference(model)
+    with InferenceEngine(config(model)) as engine:
+        processor = engine.sight.processor
+        assert processor is not None
+        prompt = ImageText(f"{engine.image_mark}{'word ' * 20}{engine.image_mark}Well?", (picture(), picture(salt=3)))
+        params = GREEDY.model_copy(update={"max_tokens": 1, "logprobs": 5})
+        (request,) = requests_of(engine, [prompt], params)
+        assert len(request.prompt) > 2 * window
+        logits = first_logits(truth, request, processor, "paligemma2").log_softmax(-1)
+        output = engine.generate(prompt, params)
+        assert output.logprobs is not None
+        assert output.token_ids == (int(logits.argmax()),)
+        assert output.logprobs[0].logprob == pytest.approx(float(logits.max()), abs=1e-4)
 
 
 @pytest.mark.parametrize("size", [(160, 60), (60, 200), (64, 60)])

@@ -25,7 +25,7 @@ from penstock.engine import EngineConfig, EngineRequest, GenerationParams
 from penstock.engine.choice import Choice
 from penstock.engine.paged.backend import PagedBackend
 from penstock.engine.stalls import StallClock
-from penstock.engine.vision import tower
+from penstock.engine.vision import blocks
 from penstock.engine.vision.chat import GivenImage
 from penstock.engine.vision.images import PromptImage
 from penstock.engine.vision.layout import ImageLayout
@@ -249,6 +249,8 @@ def test_features_have_the_same_bits_in_all_schedules(bench: Bench) -> None:
             ("deepseek_vl", 2),
             ("janus", 2),
             ("video_llama_3", 2),
+            ("deepseek_vl_hybrid", 5),
+            ("hyperclovax_vision_v2", 3),
         ],
     ],
 )
@@ -273,12 +275,13 @@ def test_a_picture_that_is_seen_as_a_whole_passes_block_by_block(family: str, bl
     bench.check(stream, at_once, by_blocks)
     arrays = bench.vision.processor.inputs(at_once.request.images[0])
     (image,) = at_once.request.images
-    *_, features = bench.vision.encode(arrays)
+    with torch.inference_mode():  # as in steps
+        *_, features = bench.vision.encode(arrays)
     assert features is not None
     assert torch.equal(features, bench.vision._cache[at_once.request.cache_salt, image.identity]), "with the same bits"
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "gemma3", "gemma4", "llava", "smolvlm"])
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3", "gemma3n", "gemma4", "llava", "smolvlm"])
 def test_a_tower_pauses_in_a_model_that_is_known_already(family: str, make: Make) -> None:
     """Though it is not tried again; one that sees tiles needs no pauses within them."""
     make(family)
@@ -294,8 +297,8 @@ def test_a_tower_pauses_in_a_model_that_is_known_already(family: str, make: Make
 def test_a_tower_that_is_built_otherwise_is_not_cut_into_blocks(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    descendants = tower._descendants
-    monkeypatch.setattr(tower, "_descendants", lambda module, name: [*descendants(module, name)][::-1])
+    descendants = blocks._descendants
+    monkeypatch.setattr(blocks, "_descendants", lambda module, name: [*descendants(module, name)][::-1])
     bench = make("qwen2_vl")
     assert "cannot pause within an image" in caplog.text
     bench.vision.budget = 0

@@ -33,7 +33,7 @@ from penstock.engine.paged.quantization.quantize import quantizable, rounded
 from penstock.engine.planning import model_files
 from penstock.engine.planning.sizing import footprint, weights_of_model
 from penstock.engine.preparing.prompts import Prompt
-from penstock.engine.vision.families.family import is_of_tower, is_unused
+from penstock.engine.vision.families.names import is_of_tower, is_unused
 
 COUNT = 12
 GREEDY = GenerationParams(temperature=0, max_tokens=COUNT, ignore_eos=True)

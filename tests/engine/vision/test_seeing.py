@@ -38,6 +38,8 @@ Start = Callable[..., InferenceEngine]
 ConfigOf = Callable[..., EngineConfig]
 Truth = Callable[[str], tuple[list[EngineRequest], list[Tokens]]]
 UNCOMPILED = {
+    "gemma3n": "Gemma3nForConditionalGeneration",
+    "hyperclovax_vision_v2": "HyperCLOVAXVisionV2ForConditionalGeneration",
     "lfm3_vl": "Lfm3VlForConditionalGeneration",
     "glm4v_moe": "Glm4vMoeForConditionalGeneration",
     "aya_vision": "AyaVisionForConditionalGeneration",
@@ -52,7 +54,7 @@ some_families = pytest.mark.parametrize(
     "family",
     [
         *("llava", "smolvlm", "qwen3_vl", "gemma3", "gemma4", "gemma4_e", "qwen3_5", "lfm2_vl", "lfm3_vl", "glm4v"),
-        *("llava_onevision", "minicpmv4_7", "ovis2"),
+        *("llava_onevision", "minicpmv4_7", "ovis2", "gemma3n", "paligemma"),
     ],
 )
 
@@ -124,12 +126,13 @@ def test_a_picture_is_seen_as_transformers_sees_it(family: str, start: Start, tr
         assert engine.model_info().slow_paths == (), "decoding is compiled, as for text"
 
 
-def test_scaled_logits_are_those_of_transformers(start: Start, reference_of: Callable[[str], Any]) -> None:
-    engine = start("granite_docling")
+@pytest.mark.parametrize("family", ["granite_docling", "hyperclovax_vision_v2"])
+def test_scaled_logits_are_those_of_transformers(family: str, start: Start, reference_of: Callable[[str], Any]) -> None:
+    engine = start(family)
     prompt, params = prompts(engine)[0], GREEDY.model_copy(update={"max_tokens": 3, "logprobs": 1})
     (request,), processor = requests_of(engine, [prompt], params), engine.sight.processor
     assert processor is not None
-    wanted = first_logits(reference_of("granite_docling"), request, processor, "granite_docling").log_softmax(-1)
+    wanted = first_logits(reference_of(family), request, processor, family).log_softmax(-1)
     output = engine.generate(prompt, params)
     assert output.logprobs is not None
     assert output.logprobs[0].logprob == pytest.approx(float(wanted[output.token_ids[0]]), abs=1e-4)
@@ -210,6 +213,11 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("ovis2", {}),
         ("janus", {}),
         ("idefics2", {}),
+        ("gemma3n", {"quantization": "int8"}),
+        ("paligemma", {"quantization": "int4"}),
+        ("paligemma2", {}),
+        ("deepseek_vl_hybrid", {}),
+        ("hyperclovax_vision_v2", {"quantization": "int8"}),
     ],
 )
 def test_other_numbers_see_as_well(family: str, changes: dict[str, Any], start: Start) -> None:

@@ -42,7 +42,8 @@ from transformers.models.video_llama_3.processing_video_llama_3 import VideoLlam
 from penstock.engine import EngineRequest, GenerationParams
 from penstock.engine.models import read_model_info
 from penstock.engine.vision.defaults import completed
-from penstock.engine.vision.families.family import FAMILIES, family_of, image_token, why_blind
+from penstock.engine.vision.families.family import FAMILIES, family_of, why_blind
+from penstock.engine.vision.families.writing import image_token
 from penstock.engine.vision.images import PromptImage, marks
 from penstock.engine.vision.layout import ImageLayout
 from penstock.engine.vision.sight import load_sight
@@ -230,7 +231,7 @@ def test_marks_tell_images_and_their_parts_apart() -> None:
     assert marks([PromptImage("a" * 64, 10, 20, (1, 4, 4), (None, 99))], 16, 32) != marks([one], 16, 32)
 
 
-@pytest.mark.parametrize("kind", ["paligemma", "shieldgemma2"])
+@pytest.mark.parametrize("kind", ["shieldgemma2", "t5gemma2"])
 def test_prompts_that_see_both_ways_are_not_supported(kind: str) -> None:
     config = {"model_type": kind, "vision_config": {}, "text_config": {}}
     assert family_of(config) is None
