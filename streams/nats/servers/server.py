@@ -12,6 +12,7 @@ import functools
 import json
 import os
 import re
+import resource
 import secrets
 import shutil
 import sys
@@ -30,8 +31,9 @@ _STOP_TIMEOUT = 10.0  # seconds between SIGTERM and SIGKILL
 _POLL = 0.01
 _MOST_LOG = 16 << 20  # bytes, above which the log begins anew, and the old one becomes nats-server.log.1
 _LOG_TAIL = 3  # lines of the log that an error message shows
+_LEAST_FILE = 64 << 20  # bytes that a file may have; blocks of a stream, and the log, come to a quarter
 _write_error = re.compile(
-    rb"no space left on device|disk quota exceeded|input/output error|read-only file system"
+    rb"no space left on device|disk quota exceeded|file too large|input/output error|read-only file system"
 ).search
 
 
@@ -87,6 +89,7 @@ class EmbeddedServer:
         clients are known by that in place of the token. Raises `StartupError`.
         """
         found = _find(binary)
+        _check_file_size()
         state, lock = _claim(state_dir)
         most = max_store or shutil.disk_usage(state).total
         known_by = token or secrets.token_hex(16)
@@ -202,7 +205,7 @@ class EmbeddedServer:
                     stderr=log,
                     env={"GOMEMLIMIT": _MEMORY} | os.environ,
                     start_new_session=True,  # Ctrl-C reaches only the parent, which stops the server last
-                    preexec_fn=functools.partial(die_with_parent, os.getpid()),
+                    preexec_fn=functools.partial(_prepare, os.getpid()),
                 )
             except OSError as error:
                 raise StartupError(f"{self._binary} cannot be run: {error}") from error
@@ -278,6 +281,22 @@ def _quoted(path: Path) -> str:
     """A string of nats-server's configuration, which knows other escapes than JSON has."""
     letters = (chr(byte) if 32 <= byte < 127 and byte not in b'"\\' else f"\\x{byte:02x}" for byte in os.fsencode(path))
     return f'"{"".join(letters)}"'
+
+
+def _check_file_size() -> None:
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    if most != resource.RLIM_INFINITY and most < _LEAST_FILE:
+        raise StartupError(
+            f"files may have no more than {most / (1 << 20):g} MiB here (ulimit -f), and the broker's need "
+            f"{_LEAST_FILE >> 20} MiB; raise that limit, or give a running server with --nats-url"
+        )
+
+
+def _prepare(parent: int) -> None:
+    """Runs in the child before it becomes nats-server, which does not lift the limit on a file's size itself."""
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    die_with_parent(parent)
 
 
 def _claim(state_dir: Path) -> tuple[Path, FileLock]:
