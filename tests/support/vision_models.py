@@ -684,7 +684,7 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
 
     library: Any = transformers
     marks, settings, processor = FAMILIES[family]
-    tokenizer = make_tokenizer(512)
+    tokenizer: Any = make_tokenizer(512)
     tokenizer.add_special_tokens({"additional_special_tokens": marks}, replace_extra_special_tokens=False)
     written = f"<|vision_start|>{marks[0]}<|vision_end|>" if "<|vision_start|>" in marks else marks[family == "gemma3"]
     if family in ("aya_vision", "qianfan_ocr", "ovis2"):
