@@ -32,7 +32,7 @@ from .config import metrics
 from .config.api_keys import Keys
 from .config.catalogue import offered_models
 from .config.logging import configure_logging
-from .config.process import end_quietly, host, keep_loaded, stop_signal
+from .config.process import end_quietly, host, keep_loaded, stop_signal, uncollected
 from .config.settings import Settings
 from .config.sources import Loaded
 from .config.tracing import tracing
@@ -171,7 +171,8 @@ async def _parts(
     Requests may come for the `expected` model before its first worker has.
     """
     if listener is not None:
-        from .api.http.server import serve_http  # imports FastAPI, which other processes do not need
+        with uncollected():
+            from .api.http.server import serve_http  # imports FastAPI, which other processes do not need
     async with (
         _pipe(loaded, "bridge" if listener else "stage") as pipe,
         contextlib.AsyncExitStack() as ending,

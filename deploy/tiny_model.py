@@ -9,6 +9,7 @@ same arguments and versions give the same bytes. It says nothing sensible; it is
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import pydoc_data.topics
 import sys
@@ -254,7 +255,7 @@ def make_tiny_model(
 
     library: Any = transformers  # most of it is not typed
     directory = Path(directory)
-    tokenizer = _train_tokenizer(vocabulary_size)
+    tokenizer = make_tokenizer(vocabulary_size)
     end_of_text, _, end_of_turn = (tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS)
     ids = {"bos_token_id": None, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
     settings = {"vocab_size": vocabulary_size, "initializer_range": 0.1} | SHAPES[shape] | dict(sizes or {}) | ids
@@ -270,11 +271,27 @@ def make_tiny_model(
     return directory
 
 
-def _train_tokenizer(vocabulary_size: int) -> PreTrainedTokenizerFast:
+def make_tokenizer(vocabulary_size: int) -> PreTrainedTokenizerFast:
     import transformers
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer
 
     library: Any = transformers
+    fast: PreTrainedTokenizerFast = library.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_train_tokenizer(vocabulary_size)),
+        eos_token=SPECIAL_TOKENS[0],
+        pad_token=SPECIAL_TOKENS[0],
+        additional_special_tokens=list(SPECIAL_TOKENS[1:]),
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=CONTEXT_LENGTH,
+    )
+    return fast
+
+
+@functools.cache
+def _train_tokenizer(vocabulary_size: int) -> str:
+    """As the contents of its file. That takes longer than all else, and whoever makes many models needs it once."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -285,15 +302,7 @@ def _train_tokenizer(vocabulary_size: int) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_texts(), trainer)
-    fast: PreTrainedTokenizerFast = library.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=SPECIAL_TOKENS[0],
-        pad_token=SPECIAL_TOKENS[0],
-        additional_special_tokens=list(SPECIAL_TOKENS[1:]),
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=CONTEXT_LENGTH,
-    )
-    return fast
+    return tokenizer.to_str()
 
 
 def _texts() -> Iterator[str]:

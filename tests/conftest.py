@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import os
 import shutil
 import signal
@@ -16,6 +15,7 @@ import pytest
 import torch
 from serving import GUARDED, Process, Serve, Served, Start, serving
 from templates import HERMES
+from tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,6 +28,8 @@ if not torch.cuda.is_available():  # Triton, which others import too, reads it o
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it to what it runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or else no child would end at Ctrl-C
+
+gc.disable()  # until all is collected: what test modules import stays
 
 _num_modules = 0  # when the last were found to be no garbage
 
@@ -60,6 +62,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         quick = [file for file in files if not file[0].nodeid.startswith(SLOW)]
         pairs = zip_longest(slow, quick, fillvalue=list[pytest.Item]())
         items[:] = [item for pair in pairs for file in pair for item in file]
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -141,12 +148,8 @@ def tool_server(tmp_path_factory: pytest.TempPathFactory, tool_model: Path) -> I
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of a few megabytes, with a real tokenizer and chat template."""
-    spec = importlib.util.spec_from_file_location("tiny_model", ROOT / "deploy" / "tiny_model.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     directory = tmp_path_factory.mktemp("models") / "tiny"
-    module.make_tiny_model(directory)
+    make_tiny_model(directory)
     return directory
 
 

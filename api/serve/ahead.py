@@ -15,7 +15,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
-from ...config.process import die_with_parent, python
+from ...config.process import die_with_parent, python, uncollected
 
 WORKER = ("worker", "--id", "w0")
 """Its arguments: of the first worker of a `serve` with a broker of its own."""
@@ -107,9 +107,10 @@ def await_environment(load: Callable[[], object]) -> None:
     from ...engine.cpu.process import prepare_memory
 
     prepare_memory()
-    import torch  # noqa: F401
+    with uncollected():
+        import torch  # noqa: F401
 
-    load()
+        load()
     with open(int(descriptor), "rb") as pipe:
         text = pipe.read()
     if not text:

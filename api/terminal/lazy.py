@@ -8,6 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ...config.process import uncollected
+
 
 class CommandEntry(NamedTuple):
     """A command: its entry in `--help`, and the location of its function."""
@@ -24,7 +26,8 @@ class CommandEntry(NamedTuple):
     def load(self) -> Any:
         """Import the command."""
         module, _, name = self.home.partition(":")
-        found = getattr(import_module(f"...{module}", __package__), name)
+        with uncollected():
+            found = getattr(import_module(f"...{module}", __package__), name)
         if not isinstance(found, typer.Typer):
             alone = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
             alone.command(self.name)(found)

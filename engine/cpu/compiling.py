@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -67,8 +70,22 @@ def compile_to(compiler: Sequence[str], options: Sequence[str], to: Path, timeou
 
 def _start(compiler: str, options: Sequence[str]) -> str:
     """With what a library's name begins: all that it depends on."""
-    parts = (sources_hash(), _run([compiler, "--version"]), cpu_flags(), *OPTIONS, *options)
+    parts = (sources_hash(), _version(compiler), cpu_flags(), *OPTIONS, *options)
     return f"kernels-{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:16]}-"
+
+
+def _version(compiler: str) -> str:
+    """What the compiler says of itself. Each is asked once in a process."""
+    path = shutil.which(compiler)
+    if path is None:
+        return _run([compiler, "--version"])
+    state = os.stat(path)
+    return _ask(path, state.st_mtime_ns, state.st_size)
+
+
+@functools.cache
+def _ask(compiler: str, *_state: int) -> str:
+    return _run([compiler, "--version"])
 
 
 def _kept(cache: Path, start: str) -> Path | None:

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 from contextlib import suppress
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -82,6 +83,7 @@ class Verdicts:
 NO_VERDICTS = Verdicts(None)
 
 
+@cache  # what has been imported stays as it is
 def _state_of_code() -> list[list[object]]:
     files = [(file, file.stat()) for file in sorted(_CODE.rglob("*.py"))]
     return [[file.relative_to(_CODE).as_posix(), stat.st_size, stat.st_mtime_ns] for file, stat in files]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import platform
 import re
-from importlib import import_module
-from importlib.metadata import version
+from functools import cache
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 from ...schemas.errors import ConfigurationError
 from ...schemas.version import __version__
 from ..cpu.machine import cpu_flags
+
+_version = cache(metadata.version)  # which reads and parses a file at each call
 
 
 def resolve_device(name: str) -> torch.device:
@@ -51,7 +53,7 @@ def surroundings(device: torch.device) -> dict[str, Any]:
         computes = [torch.version.cuda, *card, triton]
     return {
         "penstock": __version__,
-        "torch": [torch.__version__, version("transformers"), torch.__config__.show()],
+        "torch": [torch.__version__, _version("transformers"), torch.__config__.show()],
         "machine": [platform.machine(), cpu_flags(), torch.get_num_threads(), torch.get_float32_matmul_precision()],
         "device": computes,
     }

@@ -13,7 +13,8 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,9 +138,12 @@ def _is_whole(own: PreTrainedTokenizerBase, text: str) -> bool:
     )
 
 
+_version = cache(metadata.version)  # which reads and parses a file at each call
+
+
 def _key(path: Path) -> str:
     """Named after all that a tokenizer is made of."""
-    digest = hashlib.sha256(f"{_FORM} {version('transformers')} {version('tokenizers')}".encode())
+    digest = hashlib.sha256(f"{_FORM} {_version('transformers')} {_version('tokenizers')}".encode())
     for name, content in _contents(path):
         digest.update(f"\n{name} {len(content)}\n".encode())
         digest.update(content)

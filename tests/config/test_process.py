@@ -6,8 +6,12 @@ import asyncio
 import gc
 import os
 import signal
+import sys
+from types import ModuleType
 
-from penstock.config.process import keep_loaded, stop_signal
+import pytest
+
+from penstock.config.process import keep_loaded, stop_signal, uncollected
 
 
 def test_a_collection_looks_through_nothing_that_was_loaded() -> None:
@@ -19,6 +23,28 @@ def test_a_collection_looks_through_nothing_that_was_loaded() -> None:
         assert any(found is later for found in gc.get_objects())
     finally:
         gc.unfreeze()
+
+
+def test_nothing_is_collected_while_modules_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[object] = [[]]
+    try:
+        with uncollected():
+            assert not gc.isenabled()
+            monkeypatch.setitem(sys.modules, "imported", ModuleType("imported"))
+        assert gc.isenabled() and not any(found is kept for found in gc.get_objects())
+        later: list[object] = [[]]
+        with uncollected():  # which imports nothing, so that its garbage is still found
+            pass
+        assert any(found is later for found in gc.get_objects())
+    finally:
+        gc.unfreeze()
+    gc.disable()
+    try:
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 async def test_a_signal_that_is_ignored_stays_so() -> None:

@@ -15,7 +15,7 @@ from serving import Process, until
 
 VARIABLES = {"NATS_CLUSTER_PASSWORD": "5e5", "PENSTOCK_SECRET_KEY": "0123456789abcdef", "GRAFANA_PASSWORD": "g"}
 SLOW = {"PENSTOCK_BACKEND": "echo", "PENSTOCK_ECHO_RATE": "8"}  # tokens a second, so that an answer can be disturbed
-PROMPT = " ".join(f"w{number}" for number in range(60))
+PROMPT = " ".join(f"w{number}" for number in range(40))
 
 
 @pytest.fixture(scope="module")

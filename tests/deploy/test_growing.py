@@ -62,7 +62,7 @@ async def test_parts_are_replaced_in_order_while_a_request_runs(start: Start, tm
     await set_up(settings)
     kinds = {
         "stages": (("stage", "validate", "queue", "batch", "stream"), r"running.*stages="),
-        "worker": (("worker", "--backend", "echo", "--echo-rate", "4"), "worker ready"),
+        "worker": (("worker", "--backend", "echo", "--echo-rate", "8"), "worker ready"),
         "bridge": (("bridge", "--port", "0"), r"penstock ready (http://\S+)"),
     }
 

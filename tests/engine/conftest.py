@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 from pydantic import ByteSize
 from threads import torch_threads
+from tiny_model import make_tiny_model
 
 from penstock.engine import EngineConfig, InferenceEngine
 from penstock.engine.paged import verdicts
@@ -19,8 +19,6 @@ from penstock.engine.paged import verdicts
 MakeModel = Callable[[str], Path]
 MakeEngine = Callable[[str], InferenceEngine]
 MakeReference = Callable[[str], Any]
-
-_SCRIPT = Path(__file__).parents[2] / "deploy" / "tiny_model.py"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,15 +32,11 @@ def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
     """The directory of a tiny model of the given shape."""
-    spec = importlib.util.spec_from_file_location("tiny_model", _SCRIPT)
-    assert spec is not None and spec.loader is not None
-    tiny_model = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tiny_model)
     root = tmp_path_factory.mktemp("models")
 
     def make(shape: str) -> Path:
         path: Path = root / shape
-        return path if path.exists() else tiny_model.make_tiny_model(path, shape)
+        return path if path.exists() else make_tiny_model(path, shape)
 
     return make
 

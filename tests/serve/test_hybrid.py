@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -12,24 +11,15 @@ from typing import Any
 import httpx2
 import psutil
 from serving import Serve
+from tiny_model import make_tiny_model
 
 PROMPT = "Once upon a time there was a state that nobody could roll back. " * 4
 TOKENS = 400
 
 
-def make_hybrid(directory: Path) -> Path:
-    script = Path(__file__).parents[2] / "deploy" / "tiny_model.py"
-    spec = importlib.util.spec_from_file_location("tiny_model", script)
-    assert spec is not None and spec.loader is not None
-    tiny_model = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tiny_model)
-    path: Path = tiny_model.make_tiny_model(directory, "qwen3_5_text")
-    return path
-
-
 def test_a_worker_killed_in_the_middle_of_an_answer_changes_none_of_it(serve: Serve, tmp_path: Path) -> None:
     flags = "--dtype", "float32", "--served-model-name", "tiny", "--heartbeat-interval", "0.2"
-    served = serve(str(make_hybrid(tmp_path / "model")), *flags)
+    served = serve(str(make_tiny_model(tmp_path / "model", "qwen3_5_text")), *flags)
     (worker,) = (one for one in psutil.Process(served.process.pid).children() if "worker" in one.cmdline())
     body: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "max_tokens": TOKENS}
     body |= {"ignore_eos": True}

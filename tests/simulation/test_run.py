@@ -106,7 +106,7 @@ def test_requests_that_wait_for_their_turn_leave_no_cycles_either() -> None:
     loaded = parse_scenario(
         SCENARIO
         | {
-            "jobs": 1500,
+            "jobs": 600,
             "workers": [WORKERS | {"count": 2}],
             "tenants": [ADA | {"rate": 2000.0, "name": name} for name in ("ada", "bob")],
         }
@@ -114,11 +114,11 @@ def test_requests_that_wait_for_their_turn_leave_no_cycles_either() -> None:
     gc.collect()  # what earlier runs have left
     gc.disable()
     try:
-        found = simulate(loaded, lambda moment: cycles.append(gc.collect()))
+        found = simulate(loaded, lambda moment: cycles.append(gc.collect() if len(cycles) % 4 == 0 else 0))
     finally:
         gc.enable()
     assert max(moment.waiting for moment in found.moments) > 200
-    assert sum(cycles) < 1000
+    assert sum(cycles) < 400
 
 
 def test_a_worker_that_is_cut_off_to_the_end_holds_nothing_up() -> None:

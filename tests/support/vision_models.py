@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import struct
@@ -12,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-
-_SCRIPT = Path(__file__).parents[2] / "deploy" / "tiny_model.py"
+from tiny_model import make_tokenizer
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 640,
@@ -771,12 +769,8 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
     import transformers
 
     library: Any = transformers
-    spec = importlib.util.spec_from_file_location("tiny_model", _SCRIPT)
-    assert spec is not None and spec.loader is not None
-    tiny_model = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tiny_model)
     marks, settings, processor = FAMILIES[family]
-    tokenizer = tiny_model._train_tokenizer(512)
+    tokenizer: Any = make_tokenizer(512)
     tokenizer.add_special_tokens({"additional_special_tokens": marks}, replace_extra_special_tokens=False)
     written = f"<|vision_start|>{marks[0]}<|vision_end|>" if "<|vision_start|>" in marks else marks[family == "gemma3"]
     if family in ("aya_vision", "qianfan_ocr", "ovis2"):

@@ -288,7 +288,7 @@ def test_the_example_reads_on_after_a_kill(
 ) -> None:
     program = PROTO.parents[2] / "deploy" / "examples" / "grpc_client.py"
     folder = Path(generated[0].__file__).parent
-    prompt = "one two three four five six seven eight nine ten " * 8
+    prompt = "one two three four five six seven eight nine ten " * 5
     process = subprocess.Popen(
         [sys.executable, "-u", program, f"127.0.0.1:{port}", "echo", prompt],
         cwd=folder,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from collections.abc import Iterator
@@ -11,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from pydantic import ByteSize
+from tiny_model import make_tiny_model
 from typer.testing import CliRunner, Result
 from vision_models import make_vision_model, picture
 
 from penstock.__main__ import app
 from penstock.engine import EngineConfig, GenerationParams, ImageText, InferenceEngine
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -33,12 +31,7 @@ def quantize(*arguments: object) -> Result:
 
 
 def tiny(shape: str, to: Path) -> Path:
-    spec = importlib.util.spec_from_file_location("tiny_model", ROOT / "deploy" / "tiny_model.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    made: Path = module.make_tiny_model(to, shape)
-    return made
+    return make_tiny_model(to, shape)
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ from penstock.engine import EngineConfig, EngineRequest, GenerationParams, Infer
 from penstock.engine.backend import Backend
 from penstock.engine.backends.registry import load_backend
 from penstock.engine.choice import Choice
+from penstock.engine.paged import verdicts
 from penstock.engine.paged.backend import PagedBackend
 from penstock.engine.paged.quantization.quantize import dequantized, linear_maker, quantizable
 from penstock.engine.planning.model_files import LEAST_STATES, STATES, ModelFiles
@@ -142,6 +143,18 @@ class Oracle:
         keys: int = blocks * BLOCK * layers * 2 * heads * head_dim * 4
         # Of what is left besides, states take more than they need, up to half of all.
         return keys + (states if states <= keys else states * LEAST_STATES // STATES)
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checked")
+
+
+@pytest.fixture(autouse=True)
+def verdict_cache(checked: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model is checked by the first engine that has it with given settings, as on a user's machine."""
+    monkeypatch.setattr(verdicts, "user_cache", lambda: checked)
+    return checked
 
 
 @pytest.fixture(scope="session")

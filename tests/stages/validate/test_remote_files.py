@@ -34,6 +34,7 @@ class Server:
         self.asked: list[str] = []
         self.tasks: set[asyncio.Task[Any] | None] = set()
         self.port = 0
+        self.gives_up = asyncio.Event()  # whom it never answered it leaves
 
     @property
     def url(self) -> str:
@@ -49,8 +50,11 @@ class Server:
         self.asked.append(head)
         path = head.split()[1]
         if path == "/silent":
-            with contextlib.suppress(ConnectionError):
-                await reader.read()
+            both = {asyncio.create_task(reader.read()), asyncio.create_task(self.gives_up.wait())}
+            _, pending = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
             writer.close()
             return
         status, more, body = "200 OK", "", picture()
@@ -233,6 +237,7 @@ async def test_documents_are_fetched_and_one_slow_server_holds_up_no_other_tenan
         for task in waiting:
             task.cancel()
     finally:
+        server.gives_up.set()
         await pipeline.stop()
 
 

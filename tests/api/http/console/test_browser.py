@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -181,10 +182,12 @@ def test_a_chat_goes_on_when_the_bridge_is_killed(served: Served, page: Page) ->
     expect(answer).to_contain_text("word2")
     child(served, "front").kill()
     expect(page.locator(".turn.assistant .badge", has_text="nothing lost")).to_be_visible()
-    expect(page.get_by_role("button", name="Send")).to_be_visible()
     body: dict[str, Any] = {"model": "main", "messages": [{"role": "user", "content": words}]}
     headers = {"Authorization": f"Bearer {ADMIN}"}
-    undisturbed = requests.post(f"{served.url}/v1/chat/completions", json=body, headers=headers, timeout=60).json()
+    with ThreadPoolExecutor(1) as pool:  # beside the other, as each takes seconds
+        asked = pool.submit(requests.post, f"{served.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+        expect(page.get_by_role("button", name="Send")).to_be_visible()
+        undisturbed = asked.result().json()
     expect(answer).to_have_text(undisturbed["choices"][0]["message"]["content"])
     expect(page.locator(".status")).to_have_text("Live")
     assert serious_faults(page) == []
