@@ -28,6 +28,7 @@ INSUFFICIENT = 10023  # memory or disk; in a cluster that has not settled, serve
 STREAM_FULL = (LIMIT_REACHED, 10002, INSUFFICIENT, 10047)  # also limits of the account, and of the server
 JETSTREAM_OFF = (10039, 10076)  # for the account; on the server
 TOO_MANY_CONSUMERS = 10026  # for the account, or for the stream
+TOO_MANY_UNSETTLED = 10121  # that a consumer asks for, of the server or the account
 NO_PEERS = (10005, 10074)  # too few servers for the copies; no cluster at all
 WRONG_REVISION = (10071, 10164)
 TOO_LARGE = 10054

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -31,6 +32,7 @@ from .management import (
     CONSUMER_MISSING,
     INSUFFICIENT,
     STREAM_MISSING,
+    TOO_MANY_UNSETTLED,
     ApiError,
     Json,
     allowed,
@@ -281,7 +283,21 @@ class PullConsumer:
         request = {"stream_name": self._stream, "config": config, "action": "create" if only_new else ""}
         # With the filter in the subject, permissions can bind it.
         method = f"CONSUMER.CREATE.{self._stream}.{self._spec.name}.{self._spec.subject}"
-        await call(self._link, method, request, retry_on=INSUFFICIENT)
+        try:
+            await call(self._link, method, request, retry_on=INSUFFICIENT)
+        except ApiError as error:
+            most = re.search(r"limit of ([0-9]+)", str(error))
+            if error.code != TOO_MANY_UNSETTLED or most is None:
+                raise
+            log.warning(
+                "consumer %s of stream %s: the account allows %s unsettled messages of %d wanted; raise its "
+                "max_ack_pending, or the slow requests of some may keep those of others waiting",
+                self._spec.name,
+                self._stream,
+                most[1],
+                config["max_ack_pending"],
+            )
+            await self._create(config | {"max_ack_pending": int(most[1])}, only_new=only_new)
 
     async def _info(self) -> Json | None:
         try:

@@ -323,6 +323,23 @@ async def test_an_account_with_few_streams_is_told_how_many_are_needed(tmp_path:
     await server.stop()
 
 
+async def test_an_account_with_few_unsettled_messages_has_consumers_with_what_it_allows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = await EmbeddedServer.start(tmp_path / "nats", more=[_account(max_ack_pending=500)], authorization="")
+    broker = await JetStreamBroker.connect(server.url.replace("//", "//u:p@"), namespace="p")
+    await broker.ensure([StreamSpec("RELAY", ("p.relay.>",), "limits", "file")], [])
+    for name, takeover in (("work", False), ("share", True)):
+        spec = ConsumerSpec("RELAY", name, f"p.relay.{name}", max_ack_pending=2000, takeover=takeover)
+        consumer = await broker.consume(spec, prefetch=4)
+        await broker.publish(f"p.relay.{name}", b"news", message_id=name)
+        [delivery] = await consumer.take(1)
+        await delivery.ack()
+        assert "the account allows 500 unsettled messages of 2000 wanted" in caplog.messages[-1]
+    await broker.close()
+    await server.stop()
+
+
 async def test_partitions_stay_while_requests_run(jetstream: JetStreamBroker, part: Part) -> None:
     await owned(jetstream, part())
     subjects = Subjects(part().settings.namespace)
