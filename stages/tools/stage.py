@@ -245,19 +245,17 @@ class Tools(Stage):
         """Publish the request of a turn, unless it has events already."""
         begun, job, id = stored.begun, stored.begun.job, str(turn)
         request = parse_responses(job.body)
-        is_last = turn.turn >= (request.max_turns or MAX_TURNS)
+        may_call = turn.turn < (request.max_turns or MAX_TURNS) and count(stored.output) < (
+            request.max_tool_calls or inf
+        )
         history = await self._history.items(job, begun)
         items = [*history, *begun.input, *stored.output]
         given: dict[str, Any] = {"tools": begun.tools, "namespaced": request.namespaced, "before": len(history)}
         if self._calls.images.are_seen(request.model):
             given["images"] = await self._files.shown(job.tenant, items)
-        body = request.chat_body(
-            chat_messages(items, request.instructions, **given),
-            begun.tools,
-            first=_is_first(turn, begun),
-            spent=stored.spent,
-            tools_allowed=not is_last and count(stored.output) < (request.max_tool_calls or inf),
-        )
+        messages = chat_messages(items, request.instructions, **given)
+        first = _is_first(turn, begun)
+        body = request.chat_body(messages, begun.tools, first=first, spent=stored.spent, tools_allowed=may_call)
         if await self.pipe.broker.replay(EVENTS, self.pipe.subjects.events_at(job.tenant, id)):
             return
         index = stored.index + turn.attempt

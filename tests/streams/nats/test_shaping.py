@@ -13,7 +13,10 @@ from penstock.streams.nats import shaping
 from penstock.streams.nats.connection.link import Link
 from penstock.streams.nats.management import ApiError, Json
 
-CONFIG: Json = {"name": "P_JOBS", "retention": "workqueue", "storage": "file", "max_bytes": 9, "num_replicas": 3}
+CONFIG: Json = {
+    **{"name": "P_JOBS", "retention": "workqueue", "storage": "file"},
+    **{"max_bytes": 9, "max_consumers": 9, "num_replicas": 3},
+}
 OFFLINE = ApiError({"code": 400, "err_code": 10005, "description": "no suitable peers for placement, peer offline"})
 TOO_FEW = ApiError({"code": 400, "err_code": 10005, "description": "no suitable peers for placement"})
 EXISTS = ApiError({"code": 400, "err_code": 10058, "description": "stream name already in use"})
@@ -42,7 +45,11 @@ def answers(monkeypatch: pytest.MonkeyPatch, **said: list[Any]) -> list[str]:
             raise answer
         return cast(Json, answer)
 
+    async def account(_link: Link, _replicas: int) -> Json:
+        return {"streams": 0, "limits": {"max_streams": -1, "max_consumers": -1}}
+
     monkeypatch.setattr(shaping, "call", call)
+    monkeypatch.setattr(shaping, "account", account)
     return asked
 
 
