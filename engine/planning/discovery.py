@@ -79,7 +79,8 @@ def why_not(manifest: Manifest, model: str | None = None, device: str = "auto") 
     config = read_config(path)
     if "scores" not in manifest.modes and ranks(path, config):
         return (
-            f"the backend {manifest.id!r} ranks no documents, and {model} does nothing else; use sentence_transformers"
+            f"the backend {manifest.id!r} ranks no documents, and {model} does nothing else; "
+            "use the backend 'sentence_transformers'"
         )
     if manifest.architectures is not None:
         names = config.get("architectures") or ["unknown"]

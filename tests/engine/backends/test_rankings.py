@@ -189,5 +189,5 @@ def test_other_backends_say_why_they_do_not_rank(models: Callable[[str], Path]) 
     reasons = {found.id: why_not(found.manifest, str(models("encoder"))) for found in find_backends() if found.manifest}
     assert reasons["sentence_transformers"] == ""
     assert "'paged' ranks no documents" in reasons["paged"] and "'hf' ranks no documents" in reasons["hf"]
-    with pytest.raises(ConfigurationError, match="use sentence_transformers"):
+    with pytest.raises(ConfigurationError, match="use the backend 'sentence_transformers'"):
         engine_of(models("encoder"), backend="hf")
