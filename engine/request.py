@@ -102,14 +102,22 @@ def check_ids(ids: Collection[int], name: str, vocabulary_size: int) -> None:
         )
 
 
-def check_input(ids: Sequence[int], path: str, *, context_length: int, vocabulary_size: int) -> None:
-    """Raise `InvalidRequest` for an input that the model can never embed."""
+def check_input(
+    ids: Sequence[int],
+    path: str,
+    *,
+    context_length: int,
+    vocabulary_size: int,
+    what: str = "",
+    advice: str = "shorten it",
+) -> None:
+    """Raise `InvalidRequest` for an input that the model can never embed; `what` begins the words of one too long."""
     if not ids:
         raise InvalidRequest(f"The input {path} is empty; send some text.", code="empty_prompt", param=path)
     if len(ids) > context_length:
         raise InvalidRequest(
-            f"The input {path} has {len(ids)} tokens, but this model's maximum context length is "
-            f"{context_length} tokens; shorten it.",
+            f"{what or f'The input {path} has'} {len(ids)} tokens, but this model's maximum context length is "
+            f"{context_length} tokens; {advice}.",
             code="context_length_exceeded",
             param=path,
         )

@@ -47,11 +47,13 @@ def tool_result(message: Mapping[str, Any]) -> mcp.CallToolResult:
 
 async def read_result(result: mcp.CallToolResult, keep: KeepImage | None = None) -> tuple[str, tuple[str, ...]]:
     """A result as text, and the files of its images: `keep` stores each, and without it they are described."""
+    if keep is None:
+        return result_text(result), ()
     marks: dict[int, str] = {}
     files: list[str] = []
     for place, part in enumerate(result.content):
         kind, data = _image(part)
-        if keep is None or data is None:
+        if data is None:
             continue
         if len(files) == MOST_IMAGES:
             marks[place] = f"[image of type {kind}, not shown: these are more than {MOST_IMAGES}]"

@@ -82,14 +82,14 @@ def _pairs(request: RerankRequest, tokenizer: TokenizerLike, *, context_length: 
     total = 0
     for index, ids in enumerate(tokenizer.pairs(request.query, checked(), most)):
         path = f"documents[{index}]"
-        if len(ids) > context_length:
-            raise InvalidRequest(
-                f"The query and {path} have {len(ids)} tokens together, but this model's maximum context length is "
-                f"{context_length} tokens; shorten them, or send max_tokens_per_doc or truncate to have documents cut.",
-                code="context_length_exceeded",
-                param=path,
-            )
-        check_input(ids, path, context_length=context_length, vocabulary_size=tokenizer.vocabulary_size)
+        check_input(
+            ids,
+            path,
+            context_length=context_length,
+            vocabulary_size=tokenizer.vocabulary_size,
+            what=f"The query and {path} together have",
+            advice="shorten them, or send max_tokens_per_doc or truncate to have documents cut",
+        )
         total += len(ids)
         if total > MAX_TOKENS:
             raise InvalidRequest(

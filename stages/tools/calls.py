@@ -195,7 +195,7 @@ class Calls:
         results."""
         job = begun.job
         most = job.body.get("max_tool_calls") or inf
-        card = self._pipe.registry.models.get(job.body["model"])
+        card = self._pipe.registry.named(job.body["model"])
         longest = card.context_length // 2 if card else LONGEST
         waiting = [position for position, item in enumerate(items) if waits(item)]
         sealed = await self._log.sealed(job.tenant, job.id) if waiting else {}

@@ -29,17 +29,17 @@ class ToolImages:
         return partial(self.keep, tenant) if self.are_seen(model) else None
 
     def are_seen(self, model: str) -> bool:
-        card = self._pipe.registry.models.get(model)
+        card = self._pipe.registry.named(model)
         return card is not None and "image" in card.modalities
 
     async def keep(self, tenant: str, data: bytes, kind: str) -> KeptImage:
         """Store an image of the media type `kind`; says why not if no model can be shown it."""
-        id, store = f"file-{uuid.uuid4().hex}", self._pipe.settings
+        id, settings = f"file-{uuid.uuid4().hex}", self._pipe.settings
         try:
-            if len(data) > store.max_body_size // 4:
-                raise InvalidRequest(f"it has {len(data)} bytes, and {store.max_body_size // 4} are allowed")
+            if len(data) > settings.max_body_size // 4:
+                raise InvalidRequest(f"it has {len(data)} bytes, and {settings.max_body_size // 4} are allowed")
             await asyncio.to_thread(check_image, data, self._limits, "the image", kind)
-            await through_outages(partial(self._put, f"{tenant}.{id}", data, kind, store.responses_ttl), id)
+            await through_outages(partial(self._put, f"{tenant}.{id}", data, kind, settings.responses_ttl), id)
         except (InvalidRequest, StorageFull) as refusal:
             return KeptImage(f"[image of type {kind}, not shown: {refusal}]")
         return KeptImage(f"[image {id}]", id)

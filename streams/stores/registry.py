@@ -66,9 +66,9 @@ class Registry:
 
     async def find(self, model: str) -> ModelCard | None:
         """The model of this name; one that is not known is looked for, as it may just have been announced."""
-        if (found := self._named(model)) is None:
+        if (found := self.named(model)) is None:
             await self.look(LOOK_PAUSE)
-            found = self._named(model)
+            found = self.named(model)
         return found
 
     async def only(self) -> str | None:
@@ -84,7 +84,8 @@ class Registry:
         hint = f"Did you mean {' or '.join(near)}?" if near else f"Served: {', '.join(known) or 'none yet'}."
         return ModelNotFound(f"The model {name!r} is not served here. {hint}", param="model")
 
-    def _named(self, name: str) -> ModelCard | None:
+    def named(self, name: str) -> ModelCard | None:
+        """The model of this name, alias or adapter, as known now."""
         return self.models.get(name) or next((card for card in self.models.values() if name in card.names), None)
 
     async def look(self, pause: float = 0.0) -> None:

