@@ -95,9 +95,9 @@ class Link:
         await self._up.wait()
         return await self._broker.last(stream, subject)
 
-    async def held(self, stream: str) -> Held:
+    async def held(self, stream: str, subject: str = ">") -> Held:
         await self._up.wait()
-        return await self._broker.held(stream)
+        return await self._broker.held(stream, subject)
 
     async def usage(self) -> list[Usage]:
         await self._up.wait()

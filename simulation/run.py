@@ -38,7 +38,7 @@ from .worker import HOST, Shape, SimulatedWorker
 BRIDGE = "simulation"
 SETTLING = 60.0  # seconds behind the last deadline, after which what has not ended never will
 STAGES: tuple[type[Stage], ...] = (Validate, Queue, Batch, Stream)
-_COLLECT = 1_000_000  # new objects between two garbage collections: requests leave no cycles, and many live objects
+_COLLECT = 20_000_000  # new objects between two garbage collections: requests leave no cycles, and many live objects
 
 
 class Moment(NamedTuple):

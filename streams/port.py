@@ -58,13 +58,15 @@ class Published(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The contents of a stream: the number of messages by subject, and the newest sequence ever assigned.
+    """What a stream holds on some subjects: the number of messages of each. `total` counts those of all subjects, and
+    `last` is the newest sequence ever assigned.
 
     As long as `version` stays the same, nothing was written and nothing has left, if it is not empty.
     """
 
     by_subject: Mapping[str, int]
     last: int
+    total: int
     version: tuple[object, ...] = ()
 
     @property
@@ -283,7 +285,8 @@ class Broker(Protocol):
     async def last(self, stream: str, subject: str) -> Message | None:
         """The newest stored message on exactly `subject`."""
 
-    async def held(self, stream: str) -> Held: ...
+    async def held(self, stream: str, subject: str = ">") -> Held:
+        """What is stored on `subject` (wildcards allowed)."""
 
     async def usage(self) -> list[Usage]:
         """What every stream and bucket holds."""
@@ -323,8 +326,9 @@ class Broker(Protocol):
 
 def message_size(data: bytes, headers: Headers) -> int:
     """Bytes that NATS needs for a message with this body and these headers."""
-    texts = len("".join(headers).encode()) + len("".join(headers.values()).encode())
-    return len(data) + _HEADER_LINES + texts + _PER_HEADER * len(headers)
+    text = "".join((*headers, *headers.values()))
+    num_text = len(text) if text.isascii() else len(text.encode())
+    return len(data) + _HEADER_LINES + num_text + _PER_HEADER * len(headers)
 
 
 def check_size(data: bytes, headers: Headers, most: int) -> int:

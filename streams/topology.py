@@ -344,6 +344,7 @@ def _work_queue(name: str, subject: str, limit: int, per_subject: int = 0, dedup
     )
 
 
+@lru_cache(4096)
 def _token(name: str) -> str:
     if _is_token(name) is None:
         raise ValueError(f"{name!r} cannot be a token of a subject: use only letters, digits, '_' and '-'")

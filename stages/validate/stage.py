@@ -41,7 +41,7 @@ from ...schemas.wire.codec import DecodeError
 from ...streams.outages import through_outages
 from ...streams.port import DEADLINE, SCHEMA, TRACE_PARENT, Delivery, Message
 from ...streams.stores.quotas import Quotas
-from ...streams.topology import EVENTS, JOBS, PRIORITIES, lane_of
+from ...streams.topology import EVENTS, JOBS, PRIORITIES, TOOLS, lane_of, lane_stream
 from .. import endings
 from ..contract import SETTLED, Intake, Pipe, Stage
 from ..images import lean_body, stored_images
@@ -56,6 +56,8 @@ LONG = 20_000  # bytes of a job; to tokenise more would block the event loop for
 AHEAD = 8  # models, loaded or not, whose tokenizers are loaded ahead of any request
 WITHOUT_GRAMMARS = ("echo", "sentence_transformers")  # backends
 MAX_LONG_JOBS = 2  # that are tokenised at the same time
+CROWD = 8  # times what is free in a lane of the stage tools may be one tenant's: the rest is left to others
+TOO_MANY_RESPONSES = "Too many responses are in progress; try again later."
 MIN_DUPLICATE_CHECK = 4_000  # bytes of a job; a larger one is checked for being a duplicate before it is tokenised
 
 
@@ -137,7 +139,7 @@ class Validate(Stage):
         if rates is not None and is_charged and delivery.attempt == 1:
             await rates.check(tenant, message.time)  # costs no tokenising
         if job.endpoint == "/v1/responses":
-            await self._begin_response(job, message, priority, tenant)
+            await self._begin_response(job, delivery, priority, tenant)
             return
         validated = await self._validate(job, job.endpoint, message, priority, tenant)
         if rates is not None:
@@ -247,9 +249,9 @@ class Validate(Stage):
             images=images,
         )
 
-    async def _begin_response(self, job: Job, message: Message, priority: Priority, tenant: str) -> None:
+    async def _begin_response(self, job: Job, delivery: Delivery, priority: Priority, tenant: str) -> None:
         """Hand a response to the stage `tools`, which sends each turn of the model through here as a chat request."""
-        created = self.pipe.now()
+        message, created = delivery.message, self.pipe.now()
         job = await self._named(job)
         request = parse_responses(job.body)
         await self._model(request.model)
@@ -273,12 +275,16 @@ class Validate(Stage):
         await self._quotas.check(tenant, len(message.data))
         subject = self.pipe.subjects.tools(priority, tenant)
         headers = {DEADLINE: f"{deadline:.3f}", SCHEMA: codec.LOOP_JOB, **headers_until(self.pipe.now())}
+        if delivery.attempt == 1:  # otherwise it may wait there already, and only the acknowledgement was lost
+            held = await self.pipe.broker.held(lane_stream(TOOLS, priority), subject)
+            if held.messages >= CROWD * (self.pipe.settings.tools_limit - held.total):
+                raise Overloaded(TOO_MANY_RESPONSES, retry_after=1.0)
         try:
             await self.pipe.broker.publish(subject, codec.encode(loop), message_id=f"{tenant}.{name}", headers=headers)
         except StreamFull as error:  # waiting here would block the turns that make room there
             if error.storage:
                 raise StorageFull(STORE_FULL) from None
-            raise Overloaded("Too many responses are in progress; try again later.", retry_after=1.0) from None
+            raise Overloaded(TOO_MANY_RESPONSES, retry_after=1.0) from None
 
     async def _named(self, job: Job) -> Job:
         """The job with the name of the only model where it names none."""

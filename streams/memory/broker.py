@@ -138,8 +138,8 @@ class MemoryBroker:
     async def last(self, stream: str, subject: str) -> Message | None:
         return self._find(stream).last_on(subject)
 
-    async def held(self, stream: str) -> Held:
-        return self._find(stream).held()
+    async def held(self, stream: str, subject: str = ">") -> Held:
+        return self._find(stream).held(subject)
 
     async def usage(self) -> list[Usage]:
         return [

@@ -114,10 +114,11 @@ class MemoryStream:
         sequence = next(reversed(self._of_subject.get(subject, {})), None)
         return None if sequence is None else self._messages[sequence].message
 
-    def held(self) -> Held:
+    def held(self, subject: str) -> Held:
         self._expire()
-        counts = {subject: len(sequences) for subject, sequences in self._of_subject.items() if sequences}
-        return Held(counts, self.last)
+        matches = matcher(subject).fullmatch
+        counts = {each: len(sequences) for each, sequences in self._of_subject.items() if sequences and matches(each)}
+        return Held(counts, self.last, len(self._messages))
 
     def usage(self) -> Usage:
         self._expire()

@@ -216,8 +216,8 @@ class JetStreamBroker:
     async def last(self, stream: str, subject: str) -> Message | None:
         return await last_message(self._link, self._stream(stream), subject)
 
-    async def held(self, stream: str) -> Held:
-        return await held_subjects(self._link, self._stream(stream), ">")
+    async def held(self, stream: str, subject: str = ">") -> Held:
+        return await held_subjects(self._link, self._stream(stream), subject)
 
     async def usage(self) -> list[Usage]:
         return await used(self._link, self._stream(""), BUCKET + self._bucket(""))

@@ -88,7 +88,7 @@ async def held_subjects(link: Link, stream: str, subject: str) -> Held:
             # A write makes the last sequence higher; without one, the number of messages can only become less. A stream
             # that is made anew, or has lost all in a restart, counts from 1 again, at another time.
             version = info["created"], state["last_seq"], state["last_ts"], state["messages"]
-            return Held(found, state["last_seq"], version)
+            return Held(found, state["last_seq"], state["messages"], version)
 
 
 async def used(link: Link, streams: str, buckets: str) -> list[Usage]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -12,8 +13,9 @@ from memory_pipeline import MODEL, Pipeline
 from structlog.testing import capture_logs
 
 from penstock.composition import _heartbeats
-from penstock.schemas.events import Done
-from penstock.streams.topology import DEAD, INFER, MODELS, WORKERS, topology
+from penstock.schemas.events import Done, Failed
+from penstock.schemas.jobs import Job
+from penstock.streams.topology import DEAD, INFER, MODELS, TOOLS, WORKERS, lane_stream, topology
 
 BODY = {"model": MODEL, "prompt": "hello"}
 
@@ -77,3 +79,36 @@ async def test_stages_outlive_it_too(pipeline: Pipeline) -> None:
             await asyncio.sleep(0.01)
     beating.cancel()
     await asyncio.gather(beating, return_exceptions=True)
+
+
+async def test_the_responses_of_one_tenant_leave_room_for_those_of_others() -> None:
+    pipeline = await Pipeline.start(tools_limit=20)
+    (tools,) = (runner for runner in pipeline._runners if runner._stage.name == "tools")
+    tools.stop()  # as if each of its tools were slow: what comes waits
+    await asyncio.wait([pipeline._tasks[pipeline._runners.index(tools)]])
+
+    async def begin(tenant: str) -> Failed | None:
+        """Why a response is refused; None once it waits."""
+        before = (await pipeline.pipe.broker.held(lane)).total
+        body = {"model": MODEL, "input": "hello"}
+        job = Job(id=f"resp_{uuid.uuid4().hex}", endpoint="/v1/responses", bridge="test", body=body)
+        reading = await pipeline.bridge.open(job, priority="normal", tenant=tenant)
+        taking = asyncio.create_task(reading.take(30))
+        async with asyncio.timeout(30):
+            while not taking.done() and (await pipeline.pipe.broker.held(lane)).total == before:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        if not taking.done():
+            taking.cancel()
+            return None
+        (event,) = taking.result()
+        assert isinstance(event, Failed)
+        return event
+
+    lane = lane_stream(TOOLS, "normal")
+    refused = [failed for _ in range(20) if (failed := await begin("greedy"))]
+    assert [(each.error.status, each.error.retry_after) for each in refused] == [(503, 1.0)] * 2
+    assert await begin("modest") is None
+    assert await begin("greedy") is not None
+    assert await begin("another") is None
+    assert set((await pipeline.pipe.broker.held(lane)).by_subject.values()) == {18, 1}
+    await pipeline.stop()

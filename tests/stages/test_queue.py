@@ -352,8 +352,10 @@ class Depth(MemoryBroker):
 
     depth = 0
 
-    async def held(self, stream: str) -> Held:
-        return Held({"x": self.depth}, self.depth) if stream == NORMAL else await super().held(stream)
+    async def held(self, stream: str, subject: str = ">") -> Held:
+        if stream == NORMAL:
+            return Held({"x": self.depth}, self.depth, self.depth)
+        return await super().held(stream, subject)
 
 
 @settings(max_examples=100, deadline=None)

@@ -582,6 +582,9 @@ async def test_tells_what_it_holds_by_subject(broker: Broker, namespace: str, qu
     await put(broker, f"{namespace}.queue.b", "3")
     held = await broker.held("QUEUE")
     assert (held.by_subject, held.messages, held.last) == ({f"{namespace}.queue.a": 2, f"{namespace}.queue.b": 1}, 3, 3)
+    for subject, counts in ((f"{namespace}.queue.b", {f"{namespace}.queue.b": 1}), (f"{namespace}.queue.c", {})):
+        part = await broker.held("QUEUE", subject)
+        assert (part.by_subject, part.messages, part.last, part.total) == (counts, len(counts), 3, 3)
     consumer = await broker.consume(reader(namespace), prefetch=8)
     for delivery in await take(consumer, 3):
         await delivery.ack()

@@ -100,7 +100,9 @@ class Pipeline:
         if nats_url is not None:
             broker = await JetStreamBroker.connect(nats_url, namespace=settings.namespace)
         subjects = Subjects(settings.namespace)
-        limits = {name: getattr(settings, name) for name in ("queue_limit", "tenant_limit", "batches_limit")}
+        limits = {
+            name: getattr(settings, name) for name in ("queue_limit", "tenant_limit", "tools_limit", "batches_limit")
+        }
         streams, buckets = topology(settings.namespace, settings.job_stages, **limits)
         await broker.ensure(streams, buckets)
         cancellations = Cancellations()
