@@ -166,11 +166,7 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings, ImageSettings):
     infer_limit: int = Field(
         10_000, ge=1, description="Requests that may run at the same time, on all workers; more wait in their lanes."
     )
-    tools_limit: int = Field(
-        10_000,
-        ge=1,
-        description="Steps of responses that may wait in each priority; new responses are then refused with 503.",
-    )
+    tools_limit: int = Field(10_000, ge=1, description="Steps of responses that may wait; more are refused with 503.")
     batches_limit: int = Field(10_000, ge=1, description="Batches that may wait or run; more are refused with 503.")
     dead_limit: int = Field(10_000, ge=1, description="Dead letters that are stored; new ones replace the oldest.")
     dead_ttl: float = Field(30 * 86400.0, ge=60, description="How long dead letters are stored.")

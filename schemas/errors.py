@@ -152,8 +152,6 @@ class Overloaded(Refusal):
 
 
 class StorageFull(Refusal):
-    """Raised with the message `STORE_FULL`."""
-
     status = 507
     type = "server_error"
     default_code = "storage_full"

@@ -208,3 +208,7 @@ class LinkedBucket:
     async def delete(self, key: str) -> None:
         await self._up.wait()
         await self._bucket.delete(key)
+
+    async def filled(self) -> tuple[int, int]:
+        await self._up.wait()
+        return await self._bucket.filled()

@@ -11,19 +11,18 @@ from ..engine.vision.images import PromptImage
 from ..schemas.errors import GenerationFailed, StreamNotFound
 from ..schemas.jobs import Job, JobImage, ValidatedJob
 from ..streams.port import Broker
-from ..streams.stores.images import get_image, put_image
-from ..streams.stores.quotas import Quotas
+from ..streams.stores.images import ImageStore, ImageUse, get_image
 
 KEPT = 64 << 20  # bytes of images that a worker keeps for the next turn of a chat
 
 
 async def stored_images(
-    broker: Broker, quotas: Quotas, tenant: str, images: Sequence[PromptImage], now: float
+    store: ImageStore, tenant: str, images: Sequence[PromptImage], now: float, use: ImageUse
 ) -> tuple[JobImage, ...]:
-    """Store the images of a prompt, for any worker. Raises `QuotaExceeded` and `StorageFull`."""
+    """Store the images of a prompt, for any worker. Raises `QuotaExceeded` and `Overloaded`."""
     found = []
     for image in images:
-        key = await put_image(broker, quotas, tenant, image.data, image.digest, now)
+        key = await store.put(tenant, image.data, image.digest, now, use)
         found.append(
             JobImage(
                 key=key,

@@ -166,7 +166,8 @@ class Bucket(Protocol):
     async def get(self, key: str) -> Entry | None: ...
 
     async def entries(self, prefix: str = "") -> list[Entry]:
-        """The entries whose keys begin with `prefix`, least recently written first; others are not fetched."""
+        """The entries whose keys begin with `prefix`, least recently written first; others are not fetched. A token
+        that is `*` stands for any."""
 
     async def put(self, key: str, value: bytes) -> int:
         """Write unconditionally; returns the revision."""
@@ -178,6 +179,10 @@ class Bucket(Protocol):
         """Write if the entry still has this `revision` and return the new one; otherwise None."""
 
     async def delete(self, key: str) -> None: ...
+
+    async def filled(self) -> tuple[int, int]:
+        """The bytes of all entries, and the most that there may be; 0 for no limit."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

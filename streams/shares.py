@@ -1,4 +1,4 @@
-"""How the store is divided: each stream and bucket on disk has a fixed share of it."""
+"""How the store is divided: each stream and bucket on disk has a fixed share of it, of which no tenant has all."""
 
 from __future__ import annotations
 
@@ -26,6 +26,14 @@ _SHARES = {
     "batch-results": 4,
 }
 _IN_MEMORY = 16 << 20  # bytes of each bucket in memory
+
+
+_CROWD = 8  # times what is free may be one tenant's: 8/9 if it is alone, 8/17 if there are two such
+
+
+def crowds(own: int, free: int) -> bool:
+    """Whether a tenant has so much of something limited that the rest is left to others."""
+    return own > _CROWD * max(0, free)
 
 
 def bounded(

@@ -54,8 +54,6 @@ GRACE = 2 * 86400.0  # seconds: two of a batch's windows
 RATES_TTL = 86400.0  # seconds after which the account of a tenant that sent nothing is full again
 CONSUMER_IDLE = 3600.0  # seconds after which the server deletes the consumer of a process that is gone
 
-_is_token = re.compile(r"[A-Za-z0-9_-]+").fullmatch
-
 
 def stage_stream(name: str) -> str:
     """The name, without the lane, of the streams that feed the work-queue stage `name`."""
@@ -346,6 +344,6 @@ def _work_queue(name: str, subject: str, limit: int, per_subject: int = 0, dedup
 
 @lru_cache(4096)
 def _token(name: str) -> str:
-    if _is_token(name) is None:
+    if re.fullmatch(r"[A-Za-z0-9_-]+", name) is None:
         raise ValueError(f"{name!r} cannot be a token of a subject: use only letters, digits, '_' and '-'")
     return name

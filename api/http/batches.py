@@ -9,13 +9,16 @@ from fastapi import FastAPI, Request
 from ...schemas.errors import InvalidRequest, Overloaded, StreamFull
 from ...schemas.ids import new_id
 from ...schemas.openai.batches import RESPONSES, WINDOW, Batch, BatchRequest
+from ...streams.shares import crowds
 from ...streams.stores.batches import change_batch, find_batch, list_batches
 from ...streams.stores.files import find_file
-from ...streams.topology import BATCH_STATES
+from ...streams.topology import BATCH_STATES, BATCHES
 from .files import page
 from .openapi import body_of, refusals
 from .requests import Gateway, Routes, read_parsed, tenant_of
 from .responses import check_stage
+
+TOO_MANY = "Too many batches are waiting; try again later."
 
 
 def add_batches(app: FastAPI, gateway: Gateway) -> None:
@@ -87,11 +90,15 @@ async def publish(gateway: Gateway, batch: Batch) -> None:
     """
     data = batch.model_dump_json().encode()
     await gateway.quotas.check(batch.tenant, len(data))
+    subject = gateway.bridge.subjects.batches(batch.tenant)
+    held = await gateway.broker.held(BATCHES, subject)
+    if crowds(held.messages + 1, gateway.settings.batches_limit - held.total):
+        raise Overloaded(TOO_MANY, retry_after=60.0)
     try:
         # First, so that every visible batch will run.
-        await gateway.broker.publish(gateway.bridge.subjects.batches(batch.tenant), data, message_id=batch.id)
+        await gateway.broker.publish(subject, data, message_id=batch.id)
     except StreamFull as error:
         if error.storage:
             raise
-        raise Overloaded("Too many batches are waiting; try again later.", retry_after=60.0) from None
+        raise Overloaded(TOO_MANY, retry_after=60.0) from None
     await (await gateway.broker.bucket(BATCH_STATES)).create(batch.key, data)

@@ -14,6 +14,7 @@ from ...schemas.errors import StreamNotFound
 from ...schemas.openai.body import Body
 from ...schemas.openai.responses.items import InputItem, input_items
 from ...streams.stores.conversations import Conversation, Conversations
+from ...streams.topology import RESPONSES
 from .files import page
 from .openapi import body_of, refusals
 from .requests import Gateway, Routes, read_parsed, tenant_of
@@ -55,7 +56,7 @@ class ConversationRoutes(Routes):
     async def create(self, request: Request) -> Any:
         """Create a conversation."""
         asked = await read_parsed(ConversationBody, request, self._settings)
-        await self._gateway.quotas.check(tenant_of(request), _length(request))
+        await self._gateway.quotas.check(tenant_of(request), _length(request), RESPONSES)
         made = Conversation(id=f"conv_{uuid.uuid4().hex}", created_at=int(time.time()), metadata=asked.metadata or {})
         store, tenant = await Conversations.of(self._broker), tenant_of(request)
         await store.create(tenant, made)
@@ -84,7 +85,7 @@ class ConversationRoutes(Routes):
         """Append items to a conversation."""
         asked = await read_parsed(ItemsBody, request, self._settings)
         store, _ = await self._find(id, request)
-        await self._gateway.quotas.check(tenant_of(request), _length(request))
+        await self._gateway.quotas.check(tenant_of(request), _length(request), RESPONSES)
         items = await _add(store, tenant_of(request), id, asked.items)
         ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"], "has_more": False}
         return {"object": "list", "data": items, **ends}

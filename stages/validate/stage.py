@@ -40,8 +40,10 @@ from ...schemas.wire import codec
 from ...schemas.wire.codec import DecodeError
 from ...streams.outages import through_outages
 from ...streams.port import DEADLINE, SCHEMA, TRACE_PARENT, Delivery, Message
+from ...streams.shares import crowds
+from ...streams.stores.images import ImageStore, ImageUse
 from ...streams.stores.quotas import Quotas
-from ...streams.topology import EVENTS, JOBS, PRIORITIES, TOOLS, lane_of, lane_stream
+from ...streams.topology import EVENTS, JOBS, PRIORITIES, RESPONSES, TOOLS, lane_of, lane_stream
 from .. import endings
 from ..contract import SETTLED, Intake, Pipe, Stage
 from ..images import lean_body, stored_images
@@ -56,7 +58,6 @@ LONG = 20_000  # bytes of a job; to tokenise more would block the event loop for
 AHEAD = 8  # models, loaded or not, whose tokenizers are loaded ahead of any request
 WITHOUT_GRAMMARS = ("echo", "sentence_transformers")  # backends
 MAX_LONG_JOBS = 2  # that are tokenised at the same time
-CROWD = 8  # times what is free in a lane of the stage tools may be one tenant's: the rest is left to others
 TOO_MANY_RESPONSES = "Too many responses are in progress; try again later."
 MIN_DUPLICATE_CHECK = 4_000  # bytes of a job; a larger one is checked for being a duplicate before it is tokenised
 
@@ -74,6 +75,7 @@ class Validate(Stage):
         self._grammars = GrammarChecker()
         self._plug_ins = PlugIns(pipe.settings.allowed_plug_ins)
         self._quotas = Quotas(pipe.broker, pipe.settings.tenant_quota)
+        self._images = ImageStore(pipe.broker, pipe.subjects, self._quotas)
         self._slow = SlowParts(pipe, self._grammars)
         self._long = asyncio.Semaphore(MAX_LONG_JOBS)
         self._misaddressed: asyncio.Queue[Message] = asyncio.Queue(MAX_MISADDRESSED)
@@ -227,7 +229,8 @@ class Validate(Stage):
             await self._slow.check(grammar, model, prepared.grammar_param, waiter)
         if prepared.params.plug_ins:
             await asyncio.to_thread(self._plug_ins.check, prepared.params, preparer.tokenizer, prepared.prompts[0])
-        images = await stored_images(self.pipe.broker, self._quotas, tenant, prepared.images, created)
+        use = ImageUse(waiter.id, job.bridge, deadline)
+        images = await stored_images(self._images, tenant, prepared.images, created, use)
         job = lean_body(job, request, prepared.images)
         return ValidatedJob(
             id=waiter.id,
@@ -272,12 +275,12 @@ class Validate(Stage):
             body=job.body,
             trace=traceparent().get(TRACE_PARENT, ""),
         )
-        await self._quotas.check(tenant, len(message.data))
+        await self._quotas.check(tenant, len(message.data), RESPONSES)
         subject = self.pipe.subjects.tools(priority, tenant)
         headers = {DEADLINE: f"{deadline:.3f}", SCHEMA: codec.LOOP_JOB, **headers_until(self.pipe.now())}
         if delivery.attempt == 1:  # otherwise it may wait there already, and only the acknowledgement was lost
             held = await self.pipe.broker.held(lane_stream(TOOLS, priority), subject)
-            if held.messages >= CROWD * (self.pipe.settings.tools_limit - held.total):
+            if crowds(held.messages + 1, self.pipe.settings.tools_limit - held.total):
                 raise Overloaded(TOO_MANY_RESPONSES, retry_after=1.0)
         try:
             await self.pipe.broker.publish(subject, codec.encode(loop), message_id=f"{tenant}.{name}", headers=headers)

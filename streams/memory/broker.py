@@ -275,7 +275,8 @@ class MemoryBucket:
 
     async def entries(self, prefix: str = "") -> list[Entry]:
         self._expire()
-        return [kept.entry for key, kept in self._kept.items() if key.startswith(prefix)]
+        begins = re.compile(re.escape(prefix).replace(r"\*", r"[^.]+")).match
+        return [kept.entry for key, kept in self._kept.items() if begins(key)]
 
     async def put(self, key: str, value: bytes) -> int:
         check_size(value, {}, self._max_payload)
@@ -306,6 +307,10 @@ class MemoryBucket:
     async def delete(self, key: str) -> None:
         if (kept := self._kept.pop(key, None)) is not None:
             self._bytes -= kept.size
+
+    async def filled(self) -> tuple[int, int]:
+        self._expire()
+        return self._bytes, self.spec.max_bytes
 
     def usage(self) -> Usage:
         self._expire()

@@ -5,6 +5,7 @@ A deleted key leaves nothing behind (other clients leave a marker for watchers; 
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
@@ -68,7 +69,8 @@ class JetStreamBucket:
             if message.subject in held.by_subject or message.sequence > held.last:
                 newest[message.subject] = message
         entries = [self._entry(message) for message in newest.values() if not _is_marker(message)]
-        return [entry for entry in entries if entry.key.startswith(prefix)]
+        begins = re.compile(re.escape(prefix).replace(r"\*", r"[^.]+")).match
+        return [entry for entry in entries if begins(entry.key)]
 
     async def put(self, key: str, value: bytes) -> int:
         return (await self._write(key, value, {})).sequence
@@ -95,6 +97,10 @@ class JetStreamBucket:
 
     async def delete(self, key: str) -> None:
         await call(self._link, f"STREAM.PURGE.{self._stream}", {"filter": self._prefix + key})
+
+    async def filled(self) -> tuple[int, int]:
+        info = await call(self._link, f"STREAM.INFO.{self._stream}")
+        return info["state"]["bytes"], max(0, info["config"].get("max_bytes", 0))
 
     async def _write(self, key: str, value: bytes, headers: dict[str, str]) -> Published:
         # The id identifies a write of ours whose answer was lost.

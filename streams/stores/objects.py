@@ -13,7 +13,7 @@ import orjson
 
 from ...schemas.errors import STORE_FULL, BrokerUnavailable, StorageFull, StreamFull
 from ...schemas.wire import codec
-from ..port import Broker, Bucket
+from ..port import Broker, Bucket, Entry
 from ..topology import OBJECT_DATA
 
 CHUNK = 128 << 10  # bytes of one piece, if the broker accepts that much
@@ -23,7 +23,8 @@ MAX_POLLS = 20
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """`size` in bytes, in `chunks` entries with keys below `version`; `about` is the caller's metadata."""
+    """`size` in bytes, in `chunks` entries with keys below `version`; `about` is the caller's metadata. One that was
+    cleared has no version."""
 
     name: str
     about: dict[str, Any]
@@ -48,19 +49,21 @@ class Objects:
         chunk = min(CHUNK, broker.max_payload // 2)
         return cls(await broker.bucket(bucket), await broker.bucket(data), chunk, broker.now)
 
-    async def put(self, name: str, data: AsyncIterable[bytes], about: dict[str, Any]) -> ObjectInfo | None:
-        """Store an object; None if the name is taken.
+    async def put(
+        self, name: str, data: AsyncIterable[bytes], about: dict[str, Any], revision: int = 0
+    ) -> ObjectInfo | None:
+        """Store an object, in place of one that was cleared where that has the `revision`; None if the name is taken.
 
         Raises `StorageFull`, and whatever `data` raises; nothing has changed then.
         """
         try:
-            return await self._put(ObjectInfo(name, about, uuid.uuid4().hex), data)
+            return await self._put(ObjectInfo(name, about, uuid.uuid4().hex), data, revision)
         except StreamFull as error:
             if not error.storage:
                 raise
             raise StorageFull(STORE_FULL) from error
 
-    async def _put(self, info: ObjectInfo, data: AsyncIterable[bytes]) -> ObjectInfo | None:
+    async def _put(self, info: ObjectInfo, data: AsyncIterable[bytes], revision: int) -> ObjectInfo | None:
         try:
             async for piece in _pieces(data, self._chunk):
                 await self._data.put(f"{info.version}.{info.chunks}", piece)
@@ -71,7 +74,11 @@ class Objects:
             raise
         # A write that fails may have been stored all the same; its bytes must exist then.
         try:
-            if await self._infos.create(info.name, orjson.dumps(info)) is not None:
+            value = orjson.dumps(info)
+            stored = (
+                self._infos.update(info.name, value, revision) if revision else self._infos.create(info.name, value)
+            )
+            if await stored is not None:
                 return info
         except StreamFull:
             await self._drop(info)
@@ -80,12 +87,36 @@ class Objects:
         return None
 
     async def info(self, name: str) -> ObjectInfo | None:
+        found = await self.look(name)
+        return found and found[0]
+
+    async def look(self, name: str) -> tuple[ObjectInfo, int] | None:
+        """An object, and the revision by which it may be changed."""
         entry = await self._infos.get(name)
-        return None if entry is None else codec.build(ObjectInfo, orjson.loads(entry.value))
+        return None if entry is None else _read(entry)
+
+    async def look_at_all(self, prefix: str = "") -> list[tuple[ObjectInfo, int]]:
+        """Those whose names begin with `prefix`, least recently changed first."""
+        return [_read(entry) for entry in await self._infos.entries(prefix)]
 
     async def infos(self, prefix: str = "") -> list[ObjectInfo]:
         """The objects whose names begin with `prefix`, oldest first."""
-        return [codec.build(ObjectInfo, orjson.loads(entry.value)) for entry in await self._infos.entries(prefix)]
+        return [info for info, _ in await self.look_at_all(prefix)]
+
+    async def note(self, info: ObjectInfo, about: dict[str, Any], revision: int) -> bool:
+        """Change what is said about an object; False if it has changed since it had this `revision`."""
+        return await self._infos.update(info.name, orjson.dumps(replace(info, about=about)), revision) is not None
+
+    async def clear(self, info: ObjectInfo, revision: int) -> bool:
+        """Delete an object's bytes, so that only its name is left; False if it has changed since this `revision`.
+
+        A name that is deleted, too, could be one that somebody has stored anew in between.
+        """
+        empty = orjson.dumps(ObjectInfo(info.name, {}, ""))
+        if await self._infos.update(info.name, empty, revision) is None:
+            return False
+        await self._drop(info)
+        return True
 
     async def read(self, info: ObjectInfo) -> AsyncIterator[bytes]:
         """The bytes, piece by piece. Raises `BrokerUnavailable`, also if the object is deleted meanwhile."""
@@ -108,6 +139,10 @@ class Objects:
     async def _drop(self, info: ObjectInfo) -> None:
         for number in range(info.chunks):
             await self._data.delete(f"{info.version}.{number}")
+
+
+def _read(entry: Entry) -> tuple[ObjectInfo, int]:
+    return codec.build(ObjectInfo, orjson.loads(entry.value)), entry.revision
 
 
 async def _pieces(data: AsyncIterable[bytes], size: int) -> AsyncIterator[bytes]:

@@ -1,4 +1,5 @@
 """One quota per tenant for everything stored for it: files, results of batches, responses, conversations and images.
+Besides, no tenant fills a bucket that others share.
 
 Usage is counted from the buckets, not in a counter that a crash could leave wrong. Counting takes time, so a bridge
 counts seldom and adds what it admits in between. Several bridges may therefore exceed the quota slightly and briefly.
@@ -7,19 +8,25 @@ counts seldom and adds what it admits in between. Several bridges may therefore 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import inf
 from time import monotonic
 
 import orjson
 
-from ...schemas.errors import QuotaExceeded
+from ...schemas.errors import QuotaExceeded, StorageFull
 from ...schemas.openai.batches import FINAL, Batch
 from ..port import Broker, Entry
-from ..topology import BATCH_RESULTS, BATCH_STATES, FILES, IMAGES, RESPONSES
+from ..shares import crowds
+from ..topology import BATCH_RESULTS, BATCH_STATES, FILES, IMAGES, OBJECT_DATA, RESPONSES
 
+SHARED = (RESPONSES, OBJECT_DATA)  # the buckets that are kept from being one tenant's
+CROWDED = (
+    "The server's store is nearly full, and most of it is yours: delete files, responses or conversations that you no "
+    "longer need, or have the operator raise store_limit."
+)
 NO_SPACE = "insufficient_quota"  # error code; retrying does not help
 ENTRY = 512  # bytes charged per entry in addition to its size
 FRESH = 2.0  # seconds for which a count is valid at least
@@ -29,9 +36,11 @@ SHARE = 0.05  # largest share of time spent on counting a tenant
 
 @dataclass(slots=True)
 class _Count:
-    """A tenant's usage in bytes, when it was counted (by the clock), and how many seconds that took."""
+    """A tenant's usage in bytes by bucket, and what is free there, where there is a limit; when it was counted (by the
+    clock), and how many seconds that took."""
 
-    held: int = 0
+    held: Counter[str] = field(default_factory=Counter)
+    free: dict[str, int] = field(default_factory=dict)
     at: float = -inf
     took: float = 0.0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -46,42 +55,63 @@ class Quotas:
         self._clock = clock
         self._counts: defaultdict[str, _Count] = defaultdict(_Count)
 
-    async def check(self, tenant: str, coming: int = 0) -> None:
-        """Charge a tenant for `coming` bytes before they are stored. Raises `QuotaExceeded` above the quota."""
+    async def check(self, tenant: str, coming: int = 0, bucket: str = OBJECT_DATA) -> None:
+        """Charge a tenant for `coming` bytes before they are stored in a bucket.
+
+        Raises `QuotaExceeded` above the quota, and `StorageFull` where the tenant crowds the bucket.
+        """
         count = self._counts[tenant]
         async with count.turn:
             coming += ENTRY
             for patience in (FRESH, REFUSED):
                 if self._clock() - count.at > max(patience, count.took / SHARE):
                     began = self._clock()
-                    count.held = await self._held(tenant)
+                    count.held, count.free = await self._held(tenant), await self._free()
                     count.at = self._clock()
                     count.took = count.at - began
-                if count.held + coming <= self._quota:
-                    count.held += coming
+                crowded = bucket in count.free and crowds(count.held[bucket] + coming, count.free[bucket] - coming)
+                if count.held.total() + coming <= self._quota and not crowded:
+                    count.held[bucket] += coming
+                    if bucket in count.free:
+                        count.free[bucket] -= coming
                     return
+        if crowded:
+            raise StorageFull(CROWDED)
         raise QuotaExceeded(
-            f"{count.held:,} bytes are stored for you, and the setting tenant_quota allows {self._quota:,}: delete "
-            "files (including the outputs of batches), responses or conversations that you do not need, or ask for a "
-            "higher quota.",
+            f"{count.held.total():,} bytes are stored for you, and the setting tenant_quota allows {self._quota:,}: "
+            "delete files (including the outputs of batches), responses or conversations that you do not need, or ask "
+            "for a higher quota.",
             code=NO_SPACE,
         )
 
-    async def _held(self, tenant: str) -> int:
+    async def _held(self, tenant: str) -> Counter[str]:
+        held = Counter[str]()
         states = await (await self._broker.bucket(BATCH_STATES)).entries(f"{tenant}.")
-        entries = list(states)
+        held += _sizes(BATCH_STATES, states)
         for name in (FILES, RESPONSES, IMAGES):
-            entries += await (await self._broker.bucket(name)).entries(f"{tenant}.")
+            held += _sizes(name, await (await self._broker.bucket(name)).entries(f"{tenant}."))
         results = await self._broker.bucket(BATCH_RESULTS)
         for state in states:
             batch = Batch.model_validate_json(state.value)
             if batch.status not in FINAL:  # the results of a finished batch are a file
-                entries += await results.entries(f"{batch.id}.")
-        return sum(map(_size, entries))
+                held += _sizes(BATCH_RESULTS, await results.entries(f"{batch.id}."))
+        return held
+
+    async def _free(self) -> dict[str, int]:
+        free = {}
+        for name in SHARED:
+            filled, most = await (await self._broker.bucket(name)).filled()
+            if most:
+                free[name] = most - filled
+        return free
 
 
-def _size(entry: Entry) -> int:
-    """The bytes of an entry and of the object that it may describe."""
-    value = orjson.loads(entry.value) if entry.value.startswith(b"{") else {}
-    is_object = "version" in value and "chunks" in value
-    return ENTRY + len(entry.value) + (int(value["size"]) if is_object else 0)
+def _sizes(bucket: str, entries: Iterable[Entry]) -> Counter[str]:
+    """The bytes of entries, and of the objects that they may describe, by bucket."""
+    sizes = Counter[str]()
+    for entry in entries:
+        value = orjson.loads(entry.value) if entry.value.startswith(b"{") else {}
+        sizes[bucket] += ENTRY + len(entry.value)
+        if "version" in value and "chunks" in value:
+            sizes[IMAGES if bucket == IMAGES else OBJECT_DATA] += int(value["size"])
+    return sizes

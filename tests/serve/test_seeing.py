@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import anthropic
@@ -14,6 +16,7 @@ import openai
 import psutil
 import pytest
 from pdf_files import joined, pdf, photograph, scan
+from PIL import Image
 from pydantic import ByteSize
 from serving import START_TIMEOUT, Served, serving
 from vision_models import animation, damaged, enormous, make_vision_model, picture
@@ -33,7 +36,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Served]:
     arguments = str(model), "--dtype", "float32", "--served-model-name", "seer", "--kv-cache-memory", "64MiB"
-    with serving(tmp_path_factory.mktemp("serve") / "state", *arguments) as served:
+    store = "--store-limit", "208MiB"  # with 3 MiB for images
+    with serving(tmp_path_factory.mktemp("serve") / "state", *arguments, *store) as served:
         yield served
 
 
@@ -66,6 +70,15 @@ def post(served: Served, sent: dict[str, Any], path: str = "/v1/chat/completions
 def test_the_model_says_that_it_sees(served: Served) -> None:
     (card,) = httpx2.get(f"{served.url}/v1/models").json()["data"]
     assert card["architecture"]["input_modalities"] == ["text", "image"]
+
+
+def test_pictures_of_requests_that_have_ended_keep_no_room(served: Served) -> None:
+    for number in range(8):
+        noise = Image.frombytes("RGB", (500, 500), Random(number).randbytes(750_000))
+        with io.BytesIO() as file:
+            noise.save(file, "PNG")
+            answer = post(served, body(file.getvalue(), max_tokens=2))
+        assert answer.status_code == 200, f"after {number} pictures: {answer.text}"
 
 
 def test_official_clients_get_what_the_library_answers(served: Served, library: OpenAIAdapter) -> None:

@@ -61,6 +61,10 @@ class Away:
         self._check()
         await self._bucket.delete(key)
 
+    async def filled(self) -> tuple[int, int]:
+        self._check()
+        return await self._bucket.filled()
+
     def _check(self) -> None:
         if self.is_away:
             self.asked.set()

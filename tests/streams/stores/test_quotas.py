@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
-from penstock.schemas.errors import QuotaExceeded
+from penstock.schemas.errors import QuotaExceeded, StorageFull
 from penstock.schemas.openai.batches import Batch
 from penstock.streams.port import Broker
 from penstock.streams.stores.conversations import Conversation, Conversations
 from penstock.streams.stores.objects import Objects
 from penstock.streams.stores.quotas import ENTRY, FRESH, REFUSED, Quotas
-from penstock.streams.topology import BATCH_RESULTS, BATCH_STATES, FILES, RESPONSES, topology
+from penstock.streams.topology import BATCH_RESULTS, BATCH_STATES, FILES, OBJECT_DATA, RESPONSES, topology
 
 LARGE = 10_000
 
@@ -96,3 +97,35 @@ async def test_ten_thousand_conversations_of_one_tenant(broker: Broker, namespac
     entries = await (await broker.bucket(RESPONSES)).entries("hostile.")
     assert refused == 10_000 - len(entries) and 1_000 < len(entries) < 2_048
     assert len(await (await broker.bucket(RESPONSES)).entries("good.")) == 10
+
+
+async def test_one_tenant_does_not_fill_what_others_share(broker: Broker, namespace: str) -> None:
+    streams, buckets = topology(namespace, ["queue"])
+    small = [replace(spec, max_bytes=20 * LARGE) if spec.name in (RESPONSES, OBJECT_DATA) else spec for spec in buckets]
+    await broker.ensure(streams, small)
+    clock = Clock()
+    quotas = Quotas(broker, 1 << 30, clock)
+    files, responses = await Objects.of(broker, FILES), await broker.bucket(RESPONSES)
+
+    async def store(bucket: str, name: str) -> None:
+        await quotas.check(name.split(".")[0], LARGE, bucket)
+        if bucket == RESPONSES:
+            await responses.put(name, bytes(LARGE))
+        else:
+            await files.put(name, data(), {})
+
+    for bucket in (RESPONSES, OBJECT_DATA):
+        stored = 0
+        with pytest.raises(StorageFull, match="most of it is yours") as refused:
+            while True:
+                await store(bucket, f"one.{stored}")
+                stored += 1
+                clock.now += stored % 4 * FRESH  # whether it was counted again or not
+        assert refused.value.status == 507 and 15 <= stored < 19
+        await store(bucket, "two.0")
+        with pytest.raises(StorageFull):
+            await store(bucket, "one.next")
+    for info in await files.infos("one."):
+        await files.delete(info)
+    clock.now += 2 * FRESH
+    await store(OBJECT_DATA, "one.next")
