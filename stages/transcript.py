@@ -83,7 +83,9 @@ class Transcript:
             return False
         said = self.token_ids[delta.choice]
         if delta.index != len(said):
-            self.gap = self.gap or delta.index > len(said)
+            # An answer that was begun anew is cut into other deltas: one may reach further than what was said before.
+            is_repeated = delta.index + len(delta.token_ids) <= len(said) and delta.finish_reason is None
+            self.gap = self.gap or not is_repeated
             return False
         self.silent, self.kills = False, 0
         said.extend(delta.token_ids)

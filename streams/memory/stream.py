@@ -114,7 +114,7 @@ class MemoryStream:
         sequence = next(reversed(self._of_subject.get(subject, {})), None)
         return None if sequence is None else self._messages[sequence].message
 
-    def held(self, subject: str) -> Held:
+    def held(self, subject: str = ">") -> Held:
         self._expire()
         matches = matcher(subject).fullmatch
         counts = {each: len(sequences) for each, sequences in self._of_subject.items() if sequences and matches(each)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,3 +65,22 @@ def test_a_delta_without_a_beginning_is_a_gap() -> None:
     said = Transcript()
     assert not said.apply(delta(1, 0, 5))
     assert said.gap
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 12), (4, 20), (10, 20)])
+def test_an_answer_that_is_begun_anew_and_cut_differently_is_noticed(begin: int, end: int) -> None:
+    """Its outputs have left the stream, so that the next worker knows none: a delta may reach beyond what was said."""
+    said = Transcript()
+    assert said.apply(started(1)) and said.apply(delta(1, 0, 10))
+    assert said.apply(started(2)) and not said.apply(delta(2, 0, begin))
+    assert not said.gap
+    assert not said.apply(delta(2, begin, end)) or begin == 10
+    assert said.gap != (begin == 10)
+
+
+def test_an_end_that_is_said_again_is_noticed() -> None:
+    said = Transcript()
+    for output in (started(1), delta(1, 0, 19), Delta("r", 1, 0, 19, (ANSWER[19],), ""), started(2)):
+        assert said.apply(output)
+    assert not said.apply(delta(2, 18, 20))
+    assert said.gap, "the end is in it, and would never come"
