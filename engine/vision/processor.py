@@ -29,7 +29,7 @@ from ..checkpoints.gguf.pairs import processor_of
 from ..models import read_config, seeing_family
 from ..text.tokenizer_port import TokenizerLike, encode_within
 from .chat import GivenImage
-from .families.family import PROCESSORS, Family
+from .families.form import PROCESSORS, Family
 from .families.writing import Grid, image_token
 from .features import ORDER
 from .images import PromptImage

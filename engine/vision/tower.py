@@ -21,6 +21,7 @@ from torch.backends import cudnn
 from ...schemas.errors import ModelLoadError
 from ..request import EngineRequest
 from .blocks import Blocks, blocks_of
+from .bodies import seeing_body
 from .embeddings import further_embeddings, replaced_tokens
 from .families.names import EMBEDDING, SCALING, UNUSED, is_of_tower, language_model_of
 from .features import ORDER, arranged, passes, stacked
@@ -134,7 +135,7 @@ class Vision:
         self.processor = processor
         self._masks: Callable[..., Any] | None = getattr(whole, "create_masks_for_generate", None)
         self._text = text
-        self._body = whole.model
+        self._body = seeing_body(whole)
         self._cache_bytes = cache_bytes
         self._cache: OrderedDict[Key, Tensor] = OrderedDict()  # [features and deep ones, K, E]
         self._used = 0  # bytes
@@ -325,7 +326,7 @@ class Vision:
 
 def split(model: Any, processor: VisionProcessor) -> LanguageModel:
     """The language model of a model of transformers that sees images, with its `Vision`. Raises `ModelLoadError`."""
-    body = model.model
+    body = seeing_body(model)
     text = language_model_of(body)
     head = model.get_output_embeddings()
     for name in UNUSED - EMBEDDING.get(model.config.model_type, set()):

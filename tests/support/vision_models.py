@@ -191,6 +191,19 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 56}, "crop_size": 56},
     ),
+    "llama4": (  # whose mark of an image also stands before the view of the whole
+        ["<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image|>"],
+        {
+            "text_config": _TEXT
+            | {"model_type": "llama4_text", "num_hidden_layers": 4, "head_dim": 16, "intermediate_size_mlp": 96}
+            | {"num_local_experts": 4, "num_experts_per_tok": 1, "moe_layers": [1, 3], "no_rope_layers": [1, 1, 1, 0]},
+            "vision_config": _SIGLIP
+            | {"vision_output_dim": 48, "projector_input_dim": 48, "projector_output_dim": 48}
+            | {"intermediate_size": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "Llama4ImageProcessor", "size": {"height": 32, "width": 32}, "max_patches": 4},
+    ),
     "aya_vision": (  # whose place of an image is no token
         ["<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>"],
         {
@@ -571,6 +584,15 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "Glm46VImageProcessor", "size": _GLM_SIZE},
     ),
+    "glmga": (
+        ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|video|>"],
+        {
+            "text_config": _TEXT | {"model_type": "glm4v_text", "rope_parameters": _GLM_ROPE},
+            "vision_config": _GLM | {"model_type": "glm4v_vision"},
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "GlmgaImageProcessor", "size": _GLM_SIZE, "patch_expand_factor": 2},
+    ),
     "glm_ocr": (
         ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|video|>"],
         {
@@ -775,6 +797,8 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
     written = f"<|vision_start|>{marks[0]}<|vision_end|>" if "<|vision_start|>" in marks else marks[family == "gemma3"]
     if family in ("aya_vision", "qianfan_ocr", "ovis2"):
         written = "<image>"
+    if family == "llama4":
+        written = marks[-1]
     tokenizer.chat_template = _TEMPLATE.replace("MARK", written)
     end = tokenizer.eos_token_id
     ids = tokenizer.convert_tokens_to_ids(marks)
@@ -795,13 +819,13 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
         provide_tower()
     if family == "gemma3":
         own |= {"boi_token_index": ids[1], "eoi_token_index": ids[2]}
-    if family in ("glm4v", "glm4v_moe", "glm46v", "glm_ocr"):
+    if family in ("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "glmga"):
         own |= {"image_start_token_id": ids[1], "image_end_token_id": ids[2], "video_token_id": ids[3]}
     if family == "ovis2":
         own |= {"visual_indicator_token_ids": ids[1:]}
     if family == "llava_onevision":
         own = {"image_token_index": ids[0], "video_token_index": ids[1]}
-    if family in ("llava", "llava_next", "granite_vision", "vipllava", "aya_vision", "mistral3", "got_ocr2"):
+    if family in ("llava", "llava_next", "granite_vision", "vipllava", "aya_vision", "mistral3", "got_ocr2", "llama4"):
         own = {"image_token_index": ids[0]}
     text = settings["text_config"] | {"eos_token_id": end, "pad_token_id": end}
     parts = {"text_config": text, "vision_config": settings["vision_config"] | dict(tower or {})}

@@ -18,9 +18,15 @@ SCALING = {"granite_docling": -1, "hyperclovax_vision_v2": 1}
 """Those whose heads scale logits by this power of the `logits_scaling` of their text_config."""
 
 
+def body_of(model: Any) -> Any:
+    """transformers' model without its output head; of Llama 4, whose head is inside its language model, all of it."""
+    return getattr(model, "model", model)
+
+
 def language_model_of(body: Any) -> Any:
     """The language model inside transformers' model without its output head; None in a model of text."""
-    return getattr(body, "language_model", None) or getattr(body, "text_model", None)
+    found: Any = getattr(body, "language_model", None) or getattr(body, "text_model", None)
+    return found.model if hasattr(found, "lm_head") else found
 
 
 def is_unused(name: str) -> bool:

@@ -41,6 +41,7 @@ UNCOMPILED = {
     "gemma3n": "Gemma3nForConditionalGeneration",
     "hyperclovax_vision_v2": "HyperCLOVAXVisionV2ForConditionalGeneration",
     "lfm3_vl": "Lfm3VlForConditionalGeneration",
+    "llama4": "Llama4ForConditionalGeneration",
     "glm4v_moe": "Glm4vMoeForConditionalGeneration",
     "aya_vision": "AyaVisionForConditionalGeneration",
     "cohere2_vision": "Cohere2VisionForConditionalGeneration",
@@ -218,6 +219,7 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("paligemma2", {}),
         ("deepseek_vl_hybrid", {}),
         ("hyperclovax_vision_v2", {"quantization": "int8"}),
+        ("llama4", {"quantization": "int8"}),
     ],
 )
 def test_other_numbers_see_as_well(family: str, changes: dict[str, Any], start: Start) -> None:

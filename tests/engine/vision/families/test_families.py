@@ -30,6 +30,7 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.janus.processing_janus import DEFAULT_SYSTEM_PROMPT, JanusProcessor
 from transformers.models.lighton_ocr.processing_lighton_ocr import LightOnOcrProcessor
+from transformers.models.llama4.processing_llama4 import Llama4Processor
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
 from transformers.models.ovis2.processing_ovis2 import Ovis2Processor
@@ -89,6 +90,7 @@ def test_tiles_are_written_as_by_transformers(kind: str, theirs: Any, rows: int,
         "glm4v",
         "glm4v_moe",
         "glm46v",
+        "glmga",
     ],
 )
 def test_patches_are_written_as_by_transformers(kind: str, grid: tuple[int, int, int]) -> None:
@@ -345,6 +347,17 @@ def test_command_a_vision_is_written_as_by_transformers(count: int) -> None:
     theirs: Any = Cohere2VisionProcessor.replace_image_token
     tower = {"vision_config": {"model_type": "siglip_vision_model", "image_size": 512, "patch_size": 16}}
     assert written("cohere2_vision", tower | {"downsample_factor": 2}, made) == theirs(own, made, 0)
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (1, 3), (3, 2)])
+def test_llama_4_is_written_as_by_transformers(grid: tuple[int, int]) -> None:
+    made = {"aspect_ratios": [grid], "pixel_values": np.zeros((1, 3, 336, 336), np.int8)}
+    theirs: Any = Llama4Processor
+    own = SimpleNamespace(patch_size=14, downsample_ratio=4)
+    own._prompt_split_image = partial(theirs._prompt_split_image, own)
+    tower = {"vision_config": {"image_size": 336, "patch_size": 14, "pixel_shuffle_ratio": 0.5}}
+    family = FAMILIES["llama4"]
+    assert family.write(tower, family.grid(tower, made), "<|patch|>") == theirs.replace_image_token(own, made, 0)
 
 
 def test_pictures_with_one_number_of_tokens_are_written_as_by_transformers() -> None:

@@ -1,6 +1,6 @@
-"""How pictures of LFM2-VL, Command A Vision and Gemma 4 12B are cut up, against transformers' own processors.
+"""How pictures of LFM2-VL, Command A Vision, Llama 4 and Gemma 4 12B are cut up, against transformers' own processors.
 
-Those want torchvision, of which they use three functions; here they are torch's, which torchvision calls.
+Those want torchvision, of which they use four functions; here they are torch's, which torchvision calls.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 from penstock.engine.vision.families.bounds import budget
 from penstock.engine.vision.families.covering import CoveringProcessor
 from penstock.engine.vision.families.family import FAMILIES
+from penstock.engine.vision.families.fitting import FittingProcessor
 from penstock.engine.vision.families.merging import MergingProcessor
 from penstock.engine.vision.families.numbers import RESAMPLING
 from penstock.engine.vision.families.tiling import TilingProcessor
@@ -42,15 +43,22 @@ def resize(image: torch.Tensor, size: Sequence[int], interpolation: Any, antiali
     return torch.nn.functional.interpolate(image, size, mode=mode, antialias=antialias)
 
 
-def normalize(image: torch.Tensor, mean: Any, std: Any, inplace: bool) -> torch.Tensor:
-    return image.sub(torch.as_tensor(mean)[:, None, None]).div_(torch.as_tensor(std)[:, None, None])
+def normalize(image: torch.Tensor, mean: Any, std: Any, inplace: bool = False) -> torch.Tensor:
+    shift, scale = (torch.as_tensor(one, dtype=image.dtype)[:, None, None] for one in (mean, std))
+    return image.sub(shift).div_(scale)
+
+
+def pad(image: torch.Tensor, padding: Sequence[int], fill: Sequence[int]) -> torch.Tensor:
+    left, top, right, bottom = padding
+    assert not any(fill)
+    return torch.nn.functional.pad(image, (left, right, top, bottom))
 
 
 @pytest.fixture(scope="module")
 def processors() -> Iterator[Callable[[str], Any]]:
     """Finds the module with transformers' processor of a family."""
     functional: Any = ModuleType("torchvision.transforms.v2.functional")
-    functional.resize, functional.normalize = resize, normalize
+    functional.resize, functional.normalize, functional.pad = resize, normalize, pad
     functional.InterpolationMode = SimpleNamespace(BILINEAR="bilinear", BICUBIC="bicubic", LANCZOS="lanczos")
     parents = [ModuleType(name) for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")]
     parents[-1].__dict__["functional"] = functional
@@ -219,8 +227,45 @@ def test_tiles_cover_as_many_rows_and_columns_as_in_transformers(
 @pytest.mark.parametrize("given", [{"size": {"height": 32, "width": 48}}, {"resample": 0}, {"do_resize": False}])
 def test_settings_with_which_nothing_can_be_covered_are_named(given: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
-    with pytest.raises(ModelLoadError, match="height and width, resample be one of 2, 3, and do_resize true"):
-        CoveringProcessor(tmp_path)
+    for kind in (CoveringProcessor, FittingProcessor):
+        with pytest.raises(ModelLoadError, match="height and width, resample be one of 2, 3, and do_resize"):
+            kind(tmp_path)
+
+
+@pytest.mark.parametrize("size", [(8, 9), (60, 40), (41, 90), (300, 70), (33, 200), (64, 64), (500, 8)])
+@pytest.mark.parametrize(
+    "given",
+    [
+        COVER,
+        COVER | {"max_patches": 6, "resample": 3, "image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.4]},
+        COVER | {"max_patches": 16, "resize_to_max_canvas": True},
+        COVER | {"max_patches": 1},
+    ],
+)
+def test_pictures_fit_into_tiles_as_by_transformers(
+    given: dict[str, Any], size: tuple[int, int], processors: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """With the same numbers, which are rounded to bfloat16 there, too."""
+    picture = noise(*size)
+    wanted = processors("llama4").Llama4ImageProcessor(**given)(images=[picture], return_tensors="pt")
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
+    made = FittingProcessor(tmp_path)(images=[picture])
+    assert [*made["aspect_ratios"][0]] == wanted["aspect_ratios"][0].tolist()
+    assert np.array_equal(made["pixel_values"], wanted["pixel_values"].float().flatten(0, -4).numpy())
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(width=st.integers(8, 9000), height=st.integers(8, 9000), enlarges=st.booleans())
+def test_a_picture_fits_into_as_many_tiles_as_in_transformers(
+    width: int, height: int, enlarges: bool, processors: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """With the settings of the published models, and with those by which a picture is enlarged."""
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"resize_to_max_canvas": enlarges}))
+    theirs = processors("llama4")
+    sizes = torch.tensor(theirs.find_supported_resolutions.__wrapped__(16, SimpleNamespace(height=336, width=336)))
+    wanted = theirs.get_best_fit((height, width), sizes, enlarges)
+    rows, columns = FittingProcessor(tmp_path).grid(width, height)
+    assert [rows * 336, columns * 336] == wanted.tolist()
 
 
 @pytest.mark.parametrize("size", [(8, 9), (60, 40), (41, 90), (300, 9), (5, 700), (64, 64)])
