@@ -66,6 +66,7 @@ class VisionProcessor:
         self.shown = self.image_token, *self._marks.values()  # tokens that show something of an image
         self.mutual, self.in_windows = family.mutual(config), family.in_windows
         self.merge = family.merge(config)
+        self.axes = family.axes(config)
         self.canvas = None if family.canvas is None else family.canvas(config)
         self.is_rigid, self.tiles, self.blocks = family.is_rigid, family.tiles, family.blocks
         self.narrows, self.crops, self.is_prefix = family.narrows, family.crops, family.is_prefix
@@ -90,7 +91,7 @@ class VisionProcessor:
     @property
     def types(self) -> str:
         """The name under which transformers' model takes which tokens stand for images; empty if it need not know."""
-        if self.merge or self.in_windows or self.canvas:
+        if self.merge or self.in_windows or self.canvas or self.axes:
             return "mm_token_type_ids"
         return "token_type_ids" if self.mutual else ""
 

@@ -95,7 +95,7 @@ class LanguageModel(nn.Module):
         seen: Seen | None = None,
         **more: Any,
     ) -> Logits:
-        """The logits [1, K, V] of packed tokens [1, T] at positions [1, T] or, in three dimensions, [1, 3, T].
+        """The logits [1, K, V] of packed tokens [1, T] at positions [1, T] or, in D dimensions, [1, D, T].
 
         `more` is for the layers.
         """
@@ -160,7 +160,14 @@ class Vision:
         first, *marks = processor.shown
         is_mutual = processor.mutual > 0
         return ImageLayout.of(
-            request, first, processor.merge, is_mutual, processor.canvas, marks, is_prefix=processor.is_prefix
+            request,
+            first,
+            processor.merge,
+            is_mutual,
+            processor.canvas,
+            marks,
+            is_prefix=processor.is_prefix,
+            axes=processor.axes,
         )
 
     def see(self, placed: Sequence[Placed], device: torch.device) -> Seen | None:

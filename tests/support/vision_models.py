@@ -204,6 +204,23 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "Llama4ImageProcessor", "size": {"height": 32, "width": 32}, "max_patches": 4},
     ),
+    "hunyuan_vl": (  # whose images have numbers among the positions of their tokens, which have four
+        ["<image>", "<im_start>", "<im_end>"],
+        {
+            "text_config": _TEXT
+            | {"model_type": "hunyuan_vl_text", "head_dim": 16}
+            | {
+                "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "alpha": 3.0, "factor": 1.0}
+                | {"mrope_section": [2, 3, 1, 2]}
+            },
+            "vision_config": {
+                **{name: value for name, value in _SIGLIP.items() if name != "image_size"},
+                "max_image_size": 64,
+            },
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "HunYuanVLImageProcessor", "patch_size": 8, "min_pixels": 1024, "max_pixels": 4096},
+    ),
     "aya_vision": (  # whose place of an image is no token
         ["<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>"],
         {
@@ -799,6 +816,8 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
         written = "<image>"
     if family == "llama4":
         written = marks[-1]
+    if family == "hunyuan_vl":
+        written = "<im_start><image><im_end>"
     tokenizer.chat_template = _TEMPLATE.replace("MARK", written)
     end = tokenizer.eos_token_id
     ids = tokenizer.convert_tokens_to_ids(marks)

@@ -50,9 +50,9 @@ def last_position(segment: Segment) -> int:
 def turn(
     positions: Ints, angles: Callable[[Tensor, torch.dtype], Rotations], known: Mapping[str | None, Tensor], start: int
 ) -> int:
-    """Put the rotations at `positions` [3, n] into `known` [2, P, D], from number `start` on; returns their number.
+    """Put the rotations at `positions` [D, n] into `known` [2, P, D], from number `start` on; returns their number.
 
-    Where the three are equal, as those of text are, they are those that `known` has for text.
+    Where those of a token are equal, as those of text are, they are those that `known` has for text.
     """
     count, is_text = positions.shape[1], torch.from_numpy((positions == positions[0]).all(0))
     plain = torch.from_numpy(positions[0])

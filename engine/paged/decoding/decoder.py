@@ -91,7 +91,7 @@ class Decoder:
         seen: Seen | None = None,
         states: StateStep | None = None,
     ) -> Tensor:
-        """The logits [len(keep), V] of the tokens `keep` among the packed `ids` [T] at `positions` [T], or [3, T].
+        """The logits [len(keep), V] of the tokens `keep` among the packed `ids` [T] at `positions` [T], or [D, T].
 
         `states` says which slots of running states the step uses, if the model keeps some.
         """
@@ -119,7 +119,7 @@ class Decoder:
         return ids
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> Rotations:
-        """The rotations at `positions` [T], or [3, T] in three dimensions, rounded to `dtype`."""
+        """The rotations at `positions` [T], or [D, T] in D dimensions, rounded to `dtype`."""
         return {kind: self._angles(positions, dtype, kind) for kind in self.rotated}
 
     def _angles(self, positions: Tensor, dtype: torch.dtype, kind: str | None) -> Angles:

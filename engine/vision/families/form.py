@@ -36,6 +36,8 @@ class Family(NamedTuple):
     of tokens between those of an image that have features, too: the last rows of the tower's table, in this order.
     `is_prefix`: all tokens of a prompt with images see each other; `join` writes how such a prompt begins. `template`
     is the chat template of models that are published without one.
+    `axes` is in how many dimensions tokens have positions, the last three of which are an image's columns, its rows and
+    its number in the prompt; 0 for others.
     `opening` is a text before each chat, where the processor's file asks for a default system prompt. `join` makes the
     text of a prompt of what has been written into it."""
 
@@ -66,3 +68,4 @@ class Family(NamedTuple):
     join: Callable[[str], str] = str
     is_prefix: bool = False
     template: str = ""
+    axes: Callable[[Config], int] = lambda _: 0

@@ -7,7 +7,7 @@ from typing import Any
 _TOWERS = {
     *("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector", "embed_vision"),
     *("projector", "vision_encoder", "vision_projection", "image_newline", "merger", "density_router", "aligner"),
-    *("view_separator", "visual_embeddings_table"),
+    *("view_separator", "visual_embeddings_table", "mm_projector", "vit"),
     *(f"high_res_vision_{name}" for name in ("model", "neck", "proj", "alpha")),
 }
 UNUSED = {"audio_tower", "embed_audio", "vqmodel", "generation_embeddings", "generation_aligner", "generation_head"}

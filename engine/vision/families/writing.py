@@ -136,6 +136,32 @@ def views(_: Config, made: Mapping[str, Any]) -> Grid:
     return (len(made["pixel_values"][0]),)
 
 
+def merged_rows_and_columns(config: Config, made: Mapping[str, Any]) -> Grid:
+    """Those of tokens."""
+    _, height, width = patches(config, made)
+    side = merge_side(config)
+    return height // side, width // side
+
+
+def write_hunyuan(config: Config, grid: Grid, mark: str) -> str:
+    """A token ends each row, one begins the picture, and one ends it."""
+    rows, columns = grid
+    return mark * (rows * (columns + 1) + 2)
+
+
+def hunyuan_axes(config: Config) -> int:
+    """Raises `ModelLoadError`."""
+    text = config.get("text_config") or config
+    given = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    found = len(given.get("mrope_section") or given.get("xdrope_section") or ())
+    if found < 3:
+        raise ModelLoadError(
+            f"config.json gives {found} numbers of dimensions that rotate by position (mrope_section or "
+            "xdrope_section), and needs 3 at least; the model's files are incomplete"
+        )
+    return found
+
+
 def write_idefics2(config: Config, grid: Grid, mark: str) -> str:
     shown = mark * int(config.get("perceiver_config", {}).get("resampler_n_latents", 64))
     return f"{EDGE}{shown}{EDGE}" * grid[0]

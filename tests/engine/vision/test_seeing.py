@@ -41,6 +41,7 @@ UNCOMPILED = {
     "gemma3n": "Gemma3nForConditionalGeneration",
     "hyperclovax_vision_v2": "HyperCLOVAXVisionV2ForConditionalGeneration",
     "lfm3_vl": "Lfm3VlForConditionalGeneration",
+    "hunyuan_vl": "HunYuanVLForConditionalGeneration",
     "llama4": "Llama4ForConditionalGeneration",
     "glm4v_moe": "Glm4vMoeForConditionalGeneration",
     "aya_vision": "AyaVisionForConditionalGeneration",
@@ -55,7 +56,7 @@ some_families = pytest.mark.parametrize(
     "family",
     [
         *("llava", "smolvlm", "qwen3_vl", "gemma3", "gemma4", "gemma4_e", "qwen3_5", "lfm2_vl", "lfm3_vl", "glm4v"),
-        *("llava_onevision", "minicpmv4_7", "ovis2", "gemma3n", "paligemma"),
+        *("llava_onevision", "minicpmv4_7", "ovis2", "gemma3n", "paligemma", "llama4", "hunyuan_vl"),
     ],
 )
 
@@ -220,6 +221,7 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("deepseek_vl_hybrid", {}),
         ("hyperclovax_vision_v2", {"quantization": "int8"}),
         ("llama4", {"quantization": "int8"}),
+        ("hunyuan_vl", {}),
     ],
 )
 def test_other_numbers_see_as_well(family: str, changes: dict[str, Any], start: Start) -> None:

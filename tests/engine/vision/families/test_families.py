@@ -26,6 +26,8 @@ from transformers.models.gemma4_unified.processing_gemma4_unified import Gemma4U
 from transformers.models.glm4v.modeling_glm4v import Glm4vModel
 from transformers.models.got_ocr2.processing_got_ocr2 import GotOcr2Processor
 from transformers.models.granite_docling.processing_granite_docling import GraniteDoclingProcessor
+from transformers.models.hunyuan_vl.modeling_hunyuan_vl import HunYuanVLModel
+from transformers.models.hunyuan_vl.processing_hunyuan_vl import HunYuanVLProcessor
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.janus.processing_janus import DEFAULT_SYSTEM_PROMPT, JanusProcessor
@@ -222,6 +224,52 @@ def test_positions_are_those_of_transformers(
         at for at in range(start, end) if at < len(ids) and ids[at] == 9
     ]
     assert [start + row for _, _, row in shown] == [offset + token for offset, token, _ in shown]
+
+
+@pytest.mark.parametrize("axes", [3, 4])
+def test_images_are_numbered_among_positions_as_by_transformers(axes: int) -> None:
+    family = FAMILIES["hunyuan_vl"]
+    rope = {"mrope_section": [2] * axes}
+    own: Any = SimpleNamespace(
+        config=SimpleNamespace(
+            vision_config=SimpleNamespace(spatial_merge_size=2), text_config=SimpleNamespace(rope_parameters=rope)
+        )
+    )
+    own.get_vision_position_ids = partial(HunYuanVLModel.get_vision_position_ids, own)
+    sizes, ids, images = [(4, 6), (2, 8), (6, 4)], [5, 5], []
+    for size in sizes:
+        made = {"image_grid_thw": np.array([(1, *size)])}
+        grid = family.grid(QWEN, made)
+        count = len(family.write(QWEN, grid, "*"))
+        theirs: Any = SimpleNamespace(
+            image_token="*",
+            cat_extra_token=True,
+            image_processor=SimpleNamespace(merge_size=2, spatial_patch_size=1),
+        )
+        assert count == len(HunYuanVLProcessor.replace_image_token(theirs, made, 0))
+        images.append(PromptImage("0" * 64, len(ids), count, grid))
+        ids += [9] * count + [5] * 3
+    tokens: Any = torch.tensor([ids])
+    grids: Any = torch.tensor([(1, *size) for size in sizes])
+    wanted, deltas = HunYuanVLModel.get_rope_index(own, tokens, (tokens == 9).int(), image_grid_thw=grids)
+    assert int(deltas) == 0
+    request = EngineRequest("r", tuple(ids), GenerationParams(), seed=0, images=tuple(images))
+    config = {"text_config": {"rope_scaling": {"xdrope_section": [2] * axes}}}
+    layout = ImageLayout.of(request, 9, 0, axes=family.axes(config))
+    for start, end in ((0, len(ids)), (7, 20), (30, len(ids) + 5)):
+        place = layout.place(start, end)
+        later = np.tile(np.arange(len(ids), len(ids) + 9), (axes, 1))
+        whole = np.concatenate([wanted[:, 0].numpy(), later], axis=1)
+        assert place.positions is not None and place.positions.tolist() == whole[:, start:end].tolist()
+    assert layout.place(len(ids), len(ids) + 5).shift == 0
+    with pytest.raises(ModelLoadError, match="gives 0 numbers of dimensions that rotate by position"):
+        family.axes({"text_config": {}})
+
+
+def test_ids_of_image_tokens_that_files_leave_out_are_those_of_transformers() -> None:
+    for kind in ("hunyuan_vl", "kimi_k25"):
+        assert completed({"model_type": kind})["image_token_id"] == AutoConfig.for_model(kind).image_token_id
+        assert completed({"model_type": kind, "image_token_id": 7})["image_token_id"] == 7
 
 
 def test_marks_tell_images_and_their_parts_apart() -> None:
