@@ -207,7 +207,6 @@ FAMILIES: dict[str, Family] = {
     "got_ocr2": Family(
         no_grid,
         write_got,
-        write_hunyuan,
         lambda _: {"crop_to_patches": False},
         is_rigid=True,
         blocks=("vision_tower.layers",),
