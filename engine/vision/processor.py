@@ -66,7 +66,7 @@ class VisionProcessor:
         self.shown = self.image_token, *self._marks.values()  # tokens that show something of an image
         self.mutual, self.in_windows = family.mutual(config), family.in_windows
         self.merge = family.merge(config)
-        self.axes = family.axes(config)
+        self.axes, self.deep = family.axes(config), family.deep(config)
         self.canvas = None if family.canvas is None else family.canvas(config)
         self.is_rigid, self.tiles, self.blocks = family.is_rigid, family.tiles, family.blocks
         self.narrows, self.crops, self.is_prefix = family.narrows, family.crops, family.is_prefix

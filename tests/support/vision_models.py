@@ -172,6 +172,27 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "LlavaNextImageProcessor", "size": {"height": 32, "width": 32}, "crop_size": 32},
     ),
+    "granite4_vision": (  # which adds features before some layers, the first and the last among them
+        ["<image>"],
+        {
+            "text_config": _TEXT
+            | {"model_type": "granite4_vision_text", "num_hidden_layers": 7}
+            | {"embedding_multiplier": 3.0, "logits_scaling": 2.0},
+            "vision_config": _SIGLIP
+            | {"model_type": "siglip_vision_model", "num_hidden_layers": 4}
+            | {"hidden_size": 64, "vision_use_head": False},
+            "vision_feature_select_strategy": "full",
+            "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64], [32, 96]],
+            "downsample_rate": "1/2",
+            "deepstack_layer_map": [[-1, 0], [-3, 2]],
+            "spatial_vision_layer": -2,
+            "spatial_target_layers": [1, 3, 5, 6],
+            "qformer_config": {"intermediate_size": 48, "num_hidden_layers": 1, "cross_attention_frequency": 1}
+            | {"use_qformer_text_input": False, "model_type": "blip_2_qformer"},
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "LlavaNextImageProcessor", "size": {"height": 32, "width": 32}, "crop_size": 32},
+    ),
     "llava_onevision": (
         ["<image>", "<video>"],
         {

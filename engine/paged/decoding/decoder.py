@@ -98,6 +98,8 @@ class Decoder:
         x = self.embed(ids)
         if seen is not None:
             x = x.index_copy(0, seen.rows, seen.features.to(self._dtype) * self.feature_scale)
+            if 0 in seen.deep:
+                x = x.index_add(0, seen.rows, seen.deep[0].to(x.dtype))
         given = () if self.inputs is None else (self.inputs(self.read(ids), x),)
         x = self._through(self.layers, x, self.angles(positions, self._dtype), attention, seen, states, *given)
         return self.scaled(self.head(self.norm(x[keep])))
@@ -157,8 +159,8 @@ def through(
     """The residual stream [T, E] after all layers, which may have `inputs` [T, L, P]."""
     for index, layer in enumerate(layers):
         x = advance(layer, x, rotations[layer.kind], attention, states, None if inputs is None else inputs[:, index])
-        if seen is not None and index < len(seen.deep):
-            x = x.index_add(0, seen.rows, seen.deep[index].to(x.dtype))
+        if seen is not None and index + 1 in seen.deep:
+            x = x.index_add(0, seen.rows, seen.deep[index + 1].to(x.dtype))
     return x
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .anyres import NEXT_SIZES, ONEVISION_SIZES, write_next, write_onevision
+from .anyres import NEXT_SIZES, ONEVISION_SIZES, granite4_layers, write_granite4, write_next, write_onevision
 from .bounds import bounds, budget, frame_bounds
 from .canvas import Canvas
 from .covering import CoveringProcessor, write_covering
@@ -192,6 +192,14 @@ FAMILIES: dict[str, Family] = {
         lambda config: {"image_grid_pinpoints": config.get("image_grid_pinpoints") or NEXT_SIZES},
         blocks=("vision_tower.encoder.layers",),
         may_be_blind=True,
+    ),
+    "granite4_vision": Family(
+        sizes,
+        write_granite4,
+        lambda config: {"image_grid_pinpoints": config.get("image_grid_pinpoints") or NEXT_SIZES},
+        blocks=("vision_tower.encoder.layers",),
+        may_be_blind=True,
+        deep=granite4_layers,
     ),
     "llava_onevision": Family(
         sizes_and_count,

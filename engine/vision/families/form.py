@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -37,7 +37,8 @@ class Family(NamedTuple):
     `is_prefix`: all tokens of a prompt with images see each other; `join` writes how such a prompt begins. `template`
     is the chat template of models that are published without one.
     `axes` is in how many dimensions tokens have positions, the last three of which are an image's columns, its rows and
-    its number in the prompt; 0 for others.
+    its number in the prompt; 0 for others. `deep` are the numbers of layers before which further features are added, in
+    ascending order, where it is not one layer after the other from the second on.
     `opening` is a text before each chat, where the processor's file asks for a default system prompt. `join` makes the
     text of a prompt of what has been written into it."""
 
@@ -69,3 +70,4 @@ class Family(NamedTuple):
     is_prefix: bool = False
     template: str = ""
     axes: Callable[[Config], int] = lambda _: 0
+    deep: Callable[[Config], Sequence[int]] = lambda _: ()

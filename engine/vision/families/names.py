@@ -8,13 +8,14 @@ _TOWERS = {
     *("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector", "embed_vision"),
     *("projector", "vision_encoder", "vision_projection", "image_newline", "merger", "density_router", "aligner"),
     *("view_separator", "visual_embeddings_table", "mm_projector", "vit"),
+    *("layerwise_projectors", "spatial_projectors"),
     *(f"high_res_vision_{name}" for name in ("model", "neck", "proj", "alpha")),
 }
 UNUSED = {"audio_tower", "embed_audio", "vqmodel", "generation_embeddings", "generation_aligner", "generation_head"}
 """Modules' names, too."""
 EMBEDDING = {"gemma3n": {"embed_audio"}}
 """Those of them that a family needs for tokens of text."""
-SCALING = {"granite_docling": -1, "hyperclovax_vision_v2": 1}
+SCALING = {"granite_docling": -1, "granite4_vision": -1, "hyperclovax_vision_v2": 1}
 """Those whose heads scale logits by this power of the `logits_scaling` of their text_config."""
 
 

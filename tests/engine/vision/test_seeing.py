@@ -56,7 +56,7 @@ some_families = pytest.mark.parametrize(
     "family",
     [
         *("llava", "smolvlm", "qwen3_vl", "gemma3", "gemma4", "gemma4_e", "qwen3_5", "lfm2_vl", "lfm3_vl", "glm4v"),
-        *("llava_onevision", "minicpmv4_7", "ovis2", "gemma3n", "paligemma", "llama4", "hunyuan_vl"),
+        *("llava_onevision", "minicpmv4_7", "ovis2", "gemma3n", "paligemma", "llama4", "hunyuan_vl", "granite4_vision"),
     ],
 )
 
@@ -128,7 +128,7 @@ def test_a_picture_is_seen_as_transformers_sees_it(family: str, start: Start, tr
         assert engine.model_info().slow_paths == (), "decoding is compiled, as for text"
 
 
-@pytest.mark.parametrize("family", ["granite_docling", "hyperclovax_vision_v2"])
+@pytest.mark.parametrize("family", ["granite_docling", "granite4_vision", "hyperclovax_vision_v2"])
 def test_scaled_logits_are_those_of_transformers(family: str, start: Start, reference_of: Callable[[str], Any]) -> None:
     engine = start(family)
     prompt, params = prompts(engine)[0], GREEDY.model_copy(update={"max_tokens": 3, "logprobs": 1})
@@ -222,6 +222,8 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("hyperclovax_vision_v2", {"quantization": "int8"}),
         ("llama4", {"quantization": "int8"}),
         ("hunyuan_vl", {}),
+        ("granite4_vision", {}),
+        ("granite4_vision", {"quantization": "int4"}),
     ],
 )
 def test_other_numbers_see_as_well(family: str, changes: dict[str, Any], start: Start) -> None:
