@@ -1,4 +1,4 @@
-"""How many tokens LLaVA-NeXT, Granite 4 Vision and LLaVA-OneVision have for a picture, against transformers' processors and features."""
+"""How many tokens LLaVA-NeXT, Granite 4 Vision and LLaVA-OneVision have for a picture, against transformers' own."""
 
 from __future__ import annotations
 
