@@ -38,6 +38,7 @@ from .checkpoints.rounded import TakesLevels, attach, lazy_rounded_weights, roun
 from .config import EngineConfig
 from .models import packed_files, read_config, read_quantized, read_shapes
 from .vision.families.names import body_of, is_of_tower, language_model_of
+from .vision.fastvit import provide_fastvit
 from .vision.mobilenet import provide_tower
 
 
@@ -117,8 +118,11 @@ def _load(
     gguf = read_gguf(path) if is_gguf(path) else None
     quantized = read_quantized(path)
     packed = None if gguf or quantized else packed_files(path)
-    if read_config(path).get("model_type") == "gemma3n":
+    family = read_config(path).get("model_type")
+    if family == "gemma3n":
         provide_tower()
+    elif family == "fast_vlm":
+        provide_fastvit()
     if not (gguf or quantized or packed):
         auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         with counting_weights(progress):

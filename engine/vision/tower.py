@@ -162,18 +162,10 @@ class Vision:
     def layout(self, request: EngineRequest) -> ImageLayout | None:
         if not request.images:
             return None
-        processor = self.processor
-        first, *marks = processor.shown
-        is_mutual = processor.mutual > 0
+        known = self.processor
+        first, *marks = known.shown
         return ImageLayout.of(
-            request,
-            first,
-            processor.merge,
-            is_mutual,
-            processor.canvas,
-            marks,
-            is_prefix=processor.is_prefix,
-            axes=processor.axes,
+            request, first, known.merge, known.mutual > 0, known.canvas, marks, known.is_prefix, known.axes
         )
 
     def see(self, placed: Sequence[Placed], device: torch.device) -> Seen | None:

@@ -225,6 +225,20 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "Llama4ImageProcessor", "size": {"height": 32, "width": 32}, "max_patches": 4},
     ),
+    "fast_vlm": (  # whose tower has convolutions
+        ["<image>"],
+        {
+            "text_config": _TEXT | {"model_type": "qwen2"},
+            "vision_config": {
+                "model_type": "timm_wrapper",
+                "architecture": "fastvit_mci3",
+                "hidden_size": 128,
+                "model_args": {"inference_mode": True, "layers": [1, 1, 1, 1, 1], "embed_dims": [8, 8, 16, 32, 64]},
+            },
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 192}, "crop_size": 192},
+    ),
     "hunyuan_vl": (  # whose images have numbers among the positions of their tokens, which have four
         ["<image>", "<im_start>", "<im_end>"],
         {
@@ -857,6 +871,10 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
 
         own |= {"boi_token_id": ids[2], "eoi_token_id": ids[1], "audio_token_id": 639}
         provide_tower()
+    if family == "fast_vlm":
+        from penstock.engine.vision.fastvit import provide_fastvit
+
+        provide_fastvit()
     if family == "gemma3":
         own |= {"boi_token_index": ids[1], "eoi_token_index": ids[2]}
     if family in ("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "glmga"):
@@ -865,7 +883,17 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
         own |= {"visual_indicator_token_ids": ids[1:]}
     if family == "llava_onevision":
         own = {"image_token_index": ids[0], "video_token_index": ids[1]}
-    if family in ("llava", "llava_next", "granite_vision", "vipllava", "aya_vision", "mistral3", "got_ocr2", "llama4"):
+    if family in (
+        "llava",
+        "llava_next",
+        "granite_vision",
+        "vipllava",
+        "aya_vision",
+        "mistral3",
+        "got_ocr2",
+        "llama4",
+        "fast_vlm",
+    ):
         own = {"image_token_index": ids[0]}
     text = settings["text_config"] | {"eos_token_id": end, "pad_token_id": end}
     parts = {"text_config": text, "vision_config": settings["vision_config"] | dict(tower or {})}
@@ -878,7 +906,7 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
                 torch.nn.init.normal_(parameter, std=0.1)
             if name.endswith("_alpha"):  # DeepSeek-VL's, likewise
                 parameter.data.fill_(0.7)
-            if name.endswith(".gamma"):  # Gemma 3n's, which begin as if blocks were not there
+            if name.endswith(".gamma"):  # Gemma 3n's and FastVLM's, which begin as if blocks were not there
                 parameter.data.uniform_(0.5, 1)
         for name, buffer in model.named_buffers():  # Gemma 4's, which begin as if they were not there
             if (kind := name.rpartition(".")[2]) in _BUFFERS:

@@ -43,6 +43,7 @@ from .writing import (
     tile_count,
     views,
     write_docling,
+    write_fast,
     write_gemma,
     write_gemma3n,
     write_got,
@@ -121,6 +122,9 @@ _GEMMA4 = Family(
     bounded=budget,
     settings=gemma4_settings,
 )
+_FASTVIT_PARTS = ["stem", "stages.0.blocks"]  # in turn: what comes before the blocks of a stage changes their size
+_FASTVIT_PARTS += [f"stages.{stage}.{part}" for stage in (1, 2) for part in ("downsample", "blocks")]
+_FASTVIT_PARTS += [f"stages.{stage}.{part}" for stage in (3, 4) for part in ("downsample", "pos_emb", "blocks")]
 FAMILIES: dict[str, Family] = {
     "gemma3": Family(
         crops,
@@ -183,6 +187,12 @@ FAMILIES: dict[str, Family] = {
         may_be_blind=True,
         bounded=bounds,
         axes=hunyuan_axes,
+    ),
+    "fast_vlm": Family(
+        shape,
+        write_fast,
+        blocks=("+".join(f"vision_tower.timm_model.{part}" for part in _FASTVIT_PARTS),),
+        may_be_blind=True,
     ),
     "vipllava": Family(shape, write_vipllava, blocks=("vision_tower.encoder.layers",), may_be_blind=True),
     "llava": Family(shape, write_llava, blocks=("vision_tower.encoder.layers",)),
