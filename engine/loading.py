@@ -38,8 +38,8 @@ from .checkpoints.rounded import TakesLevels, attach, lazy_rounded_weights, roun
 from .config import EngineConfig
 from .models import packed_files, read_config, read_quantized, read_shapes
 from .vision.families.names import body_of, is_of_tower, language_model_of
-from .vision.fastvit import provide_fastvit
 from .vision.mobilenet import provide_tower
+from .vision.timm_towers import provide_timm_towers
 
 
 def load_config(path: Path) -> PreTrainedConfig:
@@ -121,8 +121,8 @@ def _load(
     family = read_config(path).get("model_type")
     if family == "gemma3n":
         provide_tower()
-    elif family == "fast_vlm":
-        provide_fastvit()
+    elif family in ("fast_vlm", "perception_lm"):
+        provide_timm_towers()
     if not (gguf or quantized or packed):
         auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         with counting_weights(progress):

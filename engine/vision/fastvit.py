@@ -7,14 +7,11 @@ joined for inference. Source: timm's `fastvit.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention
-from transformers import AutoModel, PreTrainedModel, TimmWrapperConfig
-from transformers.modeling_outputs import BaseModelOutput
 
 from ...schemas.errors import ModelLoadError
 
@@ -155,9 +152,17 @@ class _Stage(nn.Module):
         return x
 
 
-class _Encoder(nn.Module):
-    def __init__(self, layers: Sequence[int], widths: Sequence[int]) -> None:
+class FastViT(nn.Module):
+    def __init__(self, given: dict[str, Any]) -> None:
+        """`given` are the options of config.json. Raises `ModelLoadError` for some that are not supported."""
         super().__init__()
+        options = _OPTIONS | given
+        if len(options) > len(_OPTIONS) or not given.get("inference_mode"):
+            raise ModelLoadError(
+                f"the vision_config in config.json gives the tower {ARCHITECTURE} the options {given}; it is supported "
+                f"with inference_mode true and no options but {', '.join(_OPTIONS)}"
+            )
+        layers, widths = options["layers"], options["embed_dims"]
         first, last = widths[0], widths[-1]
         self.stem = nn.ModuleList(
             [
@@ -172,40 +177,8 @@ class _Encoder(nn.Module):
         self.final_conv.se = _Gates(2 * last)
 
     def forward(self, pixels: Tensor) -> Tensor:
+        """[B, 3, H, W] → [B, C, H / 64, W / 64]."""
         x = pixels
         for part in (*self.stem, *self.stages):
             x = part(x)
         return cast(Tensor, self.final_conv(x))
-
-
-class FastViT(PreTrainedModel):  # type: ignore[no-untyped-call]
-    """Takes the place of transformers' `TimmWrapperModel`."""
-
-    config_class = TimmWrapperConfig
-    config: TimmWrapperConfig
-    main_input_name = "pixel_values"
-    base_model_prefix = "timm_model"
-    _supports_sdpa = True
-
-    def __init__(self, config: TimmWrapperConfig) -> None:
-        """Raises `ModelLoadError` for another tower of timm."""
-        super().__init__(config)
-        given: dict[str, Any] = config.model_args or {}
-        options = _OPTIONS | given
-        if config.architecture != ARCHITECTURE or len(options) > len(_OPTIONS) or not given.get("inference_mode"):
-            raise ModelLoadError(
-                f"the vision_config in config.json names the tower {config.architecture} with the options "
-                f"{given}; of timm's towers {ARCHITECTURE} with inference_mode true and no options but "
-                f"{', '.join(_OPTIONS)} is supported"
-            )
-        self.timm_model = _Encoder(options["layers"], options["embed_dims"])
-        self.post_init()  # type: ignore[no-untyped-call]
-
-    def forward(self, pixel_values: Tensor, **_: object) -> BaseModelOutput:
-        """[B, 3, H, W] → [B, C, H / 64, W / 64]."""
-        return BaseModelOutput(last_hidden_state=self.timm_model(pixel_values.to(self.dtype)))
-
-
-def provide_fastvit() -> None:
-    """Let transformers build models of FastVLM with this tower."""
-    AutoModel.register(TimmWrapperConfig, FastViT, exist_ok=True)

@@ -239,6 +239,22 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 192}, "crop_size": 192},
     ),
+    "perception_lm": (  # which pools what its tower makes
+        ["<|image|>", "<|video|>"],
+        {
+            "text_config": _TEXT | {"model_type": "llama"},
+            "vision_config": {
+                "model_type": "timm_wrapper",
+                "architecture": "vit_pe_core_large_patch14_336",
+                "model_args": {"embed_dim": 32, "num_heads": 2, "depth": 2, "mlp_ratio": 2.0, "global_pool": ""}
+                | {"img_size": [56, 56], "ref_feat_shape": [4, 4]}
+                | {"use_post_transformer_norm": False, "init_values": 0.1},
+            },
+            "projector_pooling_ratio": 2,
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "PerceptionLMImageProcessor", "tile_size": 56, "max_num_tiles": 4},
+    ),
     "hunyuan_vl": (  # whose images have numbers among the positions of their tokens, which have four
         ["<image>", "<im_start>", "<im_end>"],
         {
@@ -871,14 +887,16 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
 
         own |= {"boi_token_id": ids[2], "eoi_token_id": ids[1], "audio_token_id": 639}
         provide_tower()
-    if family == "fast_vlm":
-        from penstock.engine.vision.fastvit import provide_fastvit
+    if family in ("fast_vlm", "perception_lm"):
+        from penstock.engine.vision.timm_towers import provide_timm_towers
 
-        provide_fastvit()
+        provide_timm_towers()
     if family == "gemma3":
         own |= {"boi_token_index": ids[1], "eoi_token_index": ids[2]}
     if family in ("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "glmga"):
         own |= {"image_start_token_id": ids[1], "image_end_token_id": ids[2], "video_token_id": ids[3]}
+    if family == "perception_lm":
+        own |= {"video_token_id": ids[1]}
     if family == "ovis2":
         own |= {"visual_indicator_token_ids": ids[1:]}
     if family == "llava_onevision":
@@ -906,7 +924,7 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
                 torch.nn.init.normal_(parameter, std=0.1)
             if name.endswith("_alpha"):  # DeepSeek-VL's, likewise
                 parameter.data.fill_(0.7)
-            if name.endswith(".gamma"):  # Gemma 3n's and FastVLM's, which begin as if blocks were not there
+            if name.endswith((".gamma", ".gamma_1", ".gamma_2")):  # which begin as if blocks were not there
                 parameter.data.uniform_(0.5, 1)
         for name, buffer in model.named_buffers():  # Gemma 4's, which begin as if they were not there
             if (kind := name.rpartition(".")[2]) in _BUFFERS:

@@ -79,7 +79,7 @@ def _joined(images: Sequence[PromptImage], processor: VisionProcessor, family: s
             one["pixel_values"] = np.pad(one["pixel_values"], ((0, 0), (0, tiles), (0, 0), (0, 0), (0, 0)))
     if family == "llava_onevision":  # how many pictures each prompt has
         each[1:] = [{name: array for name, array in one.items() if name != "batch_num_images"} for one in each[1:]]
-    axis = 1 if family in ("smolvlm", "granite_docling", "idefics2") else 0
+    axis = 1 if family in ("perception_lm", "smolvlm", "granite_docling", "idefics2") else 0
     if family in ("minicpmv4_6", "minicpmv4_7"):
         packed = np.concatenate([one.pop("pixel_values") for one in each], 3)
         sizes = np.concatenate([one["target_sizes"] for one in each])

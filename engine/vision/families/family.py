@@ -10,6 +10,7 @@ from .fitting import FittingProcessor, rows_and_columns_of_tiles, write_fitting
 from .form import PROCESSORS, Family
 from .merging import MergingProcessor
 from .slices import image_number, slices, write_aya, write_slices
+from .thumbnails import ThumbnailProcessor, tiles_and_side, write_thumbnails
 from .tiling import TilingProcessor, write_tiles
 from .writing import (
     GEMMA3N_PROCESSOR,
@@ -179,6 +180,13 @@ FAMILIES: dict[str, Family] = {
         prepares=FittingProcessor,
         narrows=True,
         mark="<|image|>",
+    ),
+    "perception_lm": Family(
+        tiles_and_side,
+        write_thumbnails,
+        tiles=1,
+        may_be_blind=True,
+        prepares=ThumbnailProcessor,
     ),
     "hunyuan_vl": Family(
         merged_rows_and_columns,

@@ -222,6 +222,7 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("hyperclovax_vision_v2", {"quantization": "int8"}),
         ("llama4", {"quantization": "int8"}),
         ("hunyuan_vl", {}),
+        ("perception_lm", {}),
         ("fast_vlm", {"quantization": "int4"}),
         ("granite4_vision", {}),
         ("granite4_vision", {"quantization": "int4"}),

@@ -1,4 +1,4 @@
-"""How pictures of LFM2-VL, Command A Vision, Llama 4 and Gemma 4 12B are cut up, against transformers' own processors.
+"""How pictures of LFM2-VL, Command A Vision and their kind are cut up, against transformers' own processors.
 
 Those want torchvision, of which they use four functions; here they are torch's, which torchvision calls.
 """
@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import image_processing_backends
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
+from transformers.models.perception_lm.processing_perception_lm import PerceptionLMProcessor
 
 from penstock.engine.vision.families.bounds import budget
 from penstock.engine.vision.families.covering import CoveringProcessor
@@ -28,6 +29,7 @@ from penstock.engine.vision.families.family import FAMILIES
 from penstock.engine.vision.families.fitting import FittingProcessor
 from penstock.engine.vision.families.merging import MergingProcessor
 from penstock.engine.vision.families.numbers import RESAMPLING
+from penstock.engine.vision.families.thumbnails import ThumbnailProcessor
 from penstock.engine.vision.families.tiling import TilingProcessor
 from penstock.schemas.errors import ModelLoadError
 
@@ -252,6 +254,49 @@ def test_pictures_fit_into_tiles_as_by_transformers(
     made = FittingProcessor(tmp_path)(images=[picture])
     assert [*made["aspect_ratios"][0]] == wanted["aspect_ratios"][0].tolist()
     assert np.array_equal(made["pixel_values"], wanted["pixel_values"].float().flatten(0, -4).numpy())
+
+
+@pytest.mark.parametrize("size", [(8, 9), (60, 40), (41, 90), (300, 70), (33, 200), (64, 64), (500, 8)])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tile_size": 28, "max_num_tiles": 6},
+        {"tile_size": 56, "resample": 2, "image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.4]},
+        {"tile_size": 28, "max_num_tiles": 1},
+        {"tile_size": 28, "vision_input_type": "vanilla"},
+    ],
+)
+def test_thumbnails_and_tiles_are_those_of_transformers(
+    given: dict[str, Any], size: tuple[int, int], processors: Callable[[str], Any], tmp_path: Path
+) -> None:
+    picture = noise(*size)
+    wanted = processors("perception_lm").PerceptionLMImageProcessor(**given)(images=[picture], return_tensors="pt")
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
+    made = ThumbnailProcessor(tmp_path)(images=[picture])
+    assert np.array_equal(made["pixel_values"], wanted["pixel_values"].reshape(made["pixel_values"].shape).numpy())
+    own: Any = SimpleNamespace(image_token="*", patch_size=14, pooling_ratio=2)
+    family, config = FAMILIES["perception_lm"], {"projector_pooling_ratio": 2}
+    theirs: Any = PerceptionLMProcessor.replace_image_token
+    assert family.write(config, family.grid(config, made), "*") == theirs(own, made, 0)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(width=st.integers(8, 30_000), height=st.integers(8, 9000))
+def test_a_picture_is_stretched_over_as_many_tiles_as_in_transformers(
+    width: int, height: int, processors: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """With the settings of the published models."""
+    (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "PerceptionLMImageProcessorFast"}')
+    theirs = processors("perception_lm").PerceptionLMImageProcessor()
+    wanted = theirs._fit_image_to_canvas(width, height, 448) or theirs._find_closest_aspect_ratio(width, height, 448)
+    assert ThumbnailProcessor(tmp_path).grid(width, height) == wanted
+
+
+@pytest.mark.parametrize("given", [{"resample": 0}, {"do_resize": False}])
+def test_settings_with_which_no_thumbnails_can_be_made_are_named(given: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
+    with pytest.raises(ModelLoadError, match="must be one of 2, 3, and do_resize true"):
+        ThumbnailProcessor(tmp_path)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
