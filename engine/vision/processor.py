@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # light processes do without it
 
 MOST_GRIDS = 4096  # images whose grids are remembered; a chat sends the same ones with every turn
 _MODEL_INPUTS = (
-    *("pixel_values", "pixel_attention_mask", "spatial_shapes", "target_sizes"),
+    *("pixel_values", "pixel_attention_mask", "pixel_mask", "spatial_shapes", "target_sizes"),
     *("image_grid_thw", "image_sizes", "image_position_ids", "batch_num_images", "tile_fine_mask"),
     *("image_merge_sizes", "pixel_values_local", "num_local_patches", "high_res_pixel_values"),
 )

@@ -255,6 +255,31 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "PerceptionLMImageProcessor", "tile_size": 56, "max_num_tiles": 4},
     ),
+    "kimi_k25": (
+        ["<|media_pad|>", "<|media_begin|>", "<|media_end|>"],
+        {
+            "text_config": _TEXT
+            | {"model_type": "deepseek_v3", "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16}
+            | {"qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+            | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 64}
+            | {"num_key_value_heads": 4},
+            "vision_config": _SIGLIP | {"pos_emb_height": 6, "pos_emb_width": 6},
+            "projection_hidden_size": 32,
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "Kimi_K25ImageProcessor", "patch_size": 8, "max_patches": 40},
+    ),
+    "aria": (  # whose pictures have black beside them, which the tower does not see
+        ["<|img|>"],
+        {
+            "text_config": _TEXT
+            | {"model_type": "aria_text", "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 2},
+            "vision_config": _SIGLIP | {"model_type": "idefics3_vision", "patch_size": 70, "image_size": 490},
+            "projector_patch_to_query_dict": {"49": 12},
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "AriaImageProcessor", "max_image_size": 490, "min_image_size": 70},
+    ),
     "hunyuan_vl": (  # whose images have numbers among the positions of their tokens, which have four
         ["<image>", "<im_start>", "<im_end>"],
         {
@@ -895,6 +920,8 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
         own |= {"boi_token_index": ids[1], "eoi_token_index": ids[2]}
     if family in ("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "glmga"):
         own |= {"image_start_token_id": ids[1], "image_end_token_id": ids[2], "video_token_id": ids[3]}
+    if family == "kimi_k25":
+        own |= {"video_token_id": 639}
     if family == "perception_lm":
         own |= {"video_token_id": ids[1]}
     if family == "ovis2":
@@ -911,6 +938,7 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
         "got_ocr2",
         "llama4",
         "fast_vlm",
+        "aria",
     ):
         own = {"image_token_index": ids[0]}
     text = settings["text_config"] | {"eos_token_id": end, "pad_token_id": end}

@@ -9,6 +9,7 @@ from .covering import CoveringProcessor, write_covering
 from .fitting import FittingProcessor, rows_and_columns_of_tiles, write_fitting
 from .form import PROCESSORS, Family
 from .merging import MergingProcessor
+from .padding import PaddingProcessor, write_padded
 from .slices import image_number, slices, write_aya, write_slices
 from .thumbnails import ThumbnailProcessor, tiles_and_side, write_thumbnails
 from .tiling import TilingProcessor, write_tiles
@@ -37,12 +38,14 @@ from .writing import (
     rows_by_columns,
     rows_columns_and_route,
     shape,
+    side_and_crops,
     sides_and_crops,
     sizes,
     sizes_and_count,
     soft_tokens,
     tile_count,
     views,
+    write_aria,
     write_docling,
     write_fast,
     write_gemma,
@@ -187,6 +190,21 @@ FAMILIES: dict[str, Family] = {
         tiles=1,
         may_be_blind=True,
         prepares=ThumbnailProcessor,
+    ),
+    "kimi_k25": Family(
+        patches,
+        write_padded,
+        blocks=("vision_tower.layers",),
+        may_be_blind=True,
+        prepares=PaddingProcessor,
+        narrows=True,
+    ),
+    "aria": Family(
+        side_and_crops,
+        write_aria,
+        blocks=("vision_tower.encoder.layers",),
+        may_be_blind=True,
+        narrows=True,
     ),
     "hunyuan_vl": Family(
         merged_rows_and_columns,

@@ -83,6 +83,25 @@ def write_llava(config: Config, grid: Grid, mark: str) -> str:
     return mark * (count - bool(config.get("vision_feature_select_strategy", "default") == "default"))
 
 
+def side_and_crops(_: Config, made: Mapping[str, Any]) -> Grid:
+    """How many pixels wide each crop is, and how many crops there are."""
+    return int(made["pixel_values"].shape[-1]), len(made["pixel_values"])
+
+
+def write_aria(config: Config, grid: Grid, mark: str) -> str:
+    """Raises `ModelLoadError`."""
+    side, count = grid
+    patches = (side // side_of(tower_of(config).get("patch_size", 14))) ** 2
+    known = config.get("projector_patch_to_query_dict") or {1225: 128, 4900: 256}
+    found = {int(one): int(tokens) for one, tokens in known.items()}.get(patches)
+    if found is None:
+        raise ModelLoadError(
+            f"config.json does not say in projector_patch_to_query_dict how many tokens show {patches} patches of an "
+            "image; the model's files do not fit each other"
+        )
+    return mark * (found * count)
+
+
 def write_fast(config: Config, grid: Grid, mark: str) -> str:
     """Six convolutions halve the height and width."""
     height, width = (-(-side // 64) for side in grid)

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
+from transformers.models.aria.processing_aria import AriaProcessor
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
 from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
@@ -31,6 +32,7 @@ from transformers.models.hunyuan_vl.processing_hunyuan_vl import HunYuanVLProces
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.janus.processing_janus import DEFAULT_SYSTEM_PROMPT, JanusProcessor
+from transformers.models.kimi_k25.processing_kimi_k25 import Kimi_K25Processor
 from transformers.models.lighton_ocr.processing_lighton_ocr import LightOnOcrProcessor
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 from transformers.models.llava.processing_llava import LlavaProcessor
@@ -395,6 +397,25 @@ def test_command_a_vision_is_written_as_by_transformers(count: int) -> None:
     theirs: Any = Cohere2VisionProcessor.replace_image_token
     tower = {"vision_config": {"model_type": "siglip_vision_model", "image_size": 512, "patch_size": 16}}
     assert written("cohere2_vision", tower | {"downsample_factor": 2}, made) == theirs(own, made, 0)
+
+
+@pytest.mark.parametrize(("side", "crops"), [(490, 1), (980, 1), (490, 6)])
+def test_aria_is_written_as_by_transformers(side: int, crops: int) -> None:
+    made = {"pixel_values": np.zeros((crops, 3, side, side), np.int8), "num_crops": crops}
+    own = SimpleNamespace(image_token="*", size_conversion={490: 128, 980: 256})
+    theirs: Any = AriaProcessor.replace_image_token
+    tower = {"vision_config": {"patch_size": 14}}
+    assert written("aria", tower, made) == theirs(own, made, 0)
+    with pytest.raises(ModelLoadError, match="does not say in projector_patch_to_query_dict how many tokens show"):
+        written("aria", tower | {"projector_patch_to_query_dict": {"9": 2}}, made)
+
+
+@pytest.mark.parametrize("grid", [(1, 4, 6), (1, 36, 2)])
+def test_kimi_is_written_as_by_transformers(grid: tuple[int, int, int]) -> None:
+    made = {"image_grid_thw": np.array([grid])}
+    own = SimpleNamespace(image_token="*", image_processor=SimpleNamespace(merge_size=2))
+    theirs: Any = Kimi_K25Processor.replace_image_token
+    assert written("kimi_k25", {"vision_config": {}}, made) == theirs(own, made, 0)
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (1, 3), (3, 2)])

@@ -29,6 +29,7 @@ from penstock.engine.vision.families.family import FAMILIES
 from penstock.engine.vision.families.fitting import FittingProcessor
 from penstock.engine.vision.families.merging import MergingProcessor
 from penstock.engine.vision.families.numbers import RESAMPLING
+from penstock.engine.vision.families.padding import PaddingProcessor
 from penstock.engine.vision.families.thumbnails import ThumbnailProcessor
 from penstock.engine.vision.families.tiling import TilingProcessor
 from penstock.schemas.errors import ModelLoadError
@@ -50,9 +51,11 @@ def normalize(image: torch.Tensor, mean: Any, std: Any, inplace: bool = False) -
     return image.sub(shift).div_(scale)
 
 
-def pad(image: torch.Tensor, padding: Sequence[int], fill: Sequence[int]) -> torch.Tensor:
+def pad(
+    image: torch.Tensor, padding: Sequence[int], fill: int | Sequence[int], padding_mode: str = "constant"
+) -> torch.Tensor:
     left, top, right, bottom = padding
-    assert not any(fill)
+    assert not np.any(fill) and padding_mode == "constant"
     return torch.nn.functional.pad(image, (left, right, top, bottom))
 
 
@@ -290,6 +293,46 @@ def test_a_picture_is_stretched_over_as_many_tiles_as_in_transformers(
     theirs = processors("perception_lm").PerceptionLMImageProcessor()
     wanted = theirs._fit_image_to_canvas(width, height, 448) or theirs._find_closest_aspect_ratio(width, height, 448)
     assert ThumbnailProcessor(tmp_path).grid(width, height) == wanted
+
+
+@pytest.mark.parametrize("size", [(8, 9), (60, 40), (41, 90), (300, 70), (33, 200), (64, 64), (500, 8)])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"patch_size": 8},
+        {
+            "patch_size": 8,
+            "max_patches": 12,
+            "resample": 2,
+            "image_mean": [0.4, 0.5, 0.6],
+            "image_std": [0.2, 0.3, 0.4],
+        },
+        {"patch_size": 7, "merge_size": 3, "size": {"max_height": 6, "max_width": 6}},
+    ],
+)
+def test_pictures_are_padded_as_by_transformers(
+    given: dict[str, Any], size: tuple[int, int], processors: Callable[[str], Any], tmp_path: Path
+) -> None:
+    picture = noise(*size)
+    wanted = processors("kimi_k25").Kimi_K25ImageProcessor(**given)(images=[picture], return_tensors="pt")
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
+    made = PaddingProcessor(tmp_path)(images=[picture])
+    assert made["image_grid_thw"].tolist() == wanted["image_grid_thw"].tolist()
+    assert np.array_equal(made["pixel_values"], wanted["pixel_values"].numpy().reshape(made["pixel_values"].shape))
+    with pytest.raises(ModelLoadError, match="must have the same max_height and max_width"):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": {"max_height": 3}}))
+        PaddingProcessor(tmp_path)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(width=st.integers(8, 9000), height=st.integers(8, 9000))
+def test_sizes_before_padding_are_those_of_transformers(
+    width: int, height: int, processors: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """With the settings of the published models."""
+    (tmp_path / "preprocessor_config.json").write_text('{"auto_map": {}}')
+    wanted, _ = processors("kimi_k25").navit_resize(height, width, 14, 2, 16_384, 512)
+    assert PaddingProcessor(tmp_path).size(width, height) == wanted
 
 
 @pytest.mark.parametrize("given", [{"resample": 0}, {"do_resize": False}])
