@@ -161,6 +161,20 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
             "crop_size": {"height": 56, "width": 56},
         },
     ),
+    "llava_next_video": (
+        ["<image>", "<video>"],
+        {
+            "text_config": _TEXT | {"model_type": "llama"},
+            "vision_config": _CLIP,
+            "image_grid_pinpoints": [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]],
+            "tie_word_embeddings": False,
+        },
+        {
+            "image_processor_type": "LlavaNextImageProcessor",
+            "size": {"shortest_edge": 56},
+            "crop_size": {"height": 56, "width": 56},
+        },
+    ),
     "granite_vision": (  # which uses several layers of its tower
         ["<image>"],
         {
@@ -926,7 +940,7 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
         own |= {"video_token_id": ids[1]}
     if family == "ovis2":
         own |= {"visual_indicator_token_ids": ids[1:]}
-    if family == "llava_onevision":
+    if family in ("llava_onevision", "llava_next_video"):
         own = {"image_token_index": ids[0], "video_token_index": ids[1]}
     if family in (
         "llava",

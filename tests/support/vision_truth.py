@@ -72,7 +72,7 @@ def _joined(images: Sequence[PromptImage], processor: VisionProcessor, family: s
             for name in ("pixel_values", "pixel_attention_mask"):
                 behind = (0, most - one[name].shape[1])
                 one[name] = np.pad(one[name], ((0, 0), behind, (0, 0))[: one[name].ndim])
-    if family in ("llava_next", "granite_vision", "granite4_vision", "llava_onevision"):
+    if family in ("llava_next", "llava_next_video", "granite_vision", "granite4_vision", "llava_onevision"):
         most = max(one["pixel_values"].shape[1] for one in each)
         for one in each:
             tiles = most - one["pixel_values"].shape[1]

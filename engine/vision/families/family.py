@@ -126,6 +126,13 @@ _GEMMA4 = Family(
     bounded=budget,
     settings=gemma4_settings,
 )
+_NEXT = Family(
+    sizes,
+    write_next,
+    lambda config: {"image_grid_pinpoints": config.get("image_grid_pinpoints") or NEXT_SIZES},
+    blocks=("vision_tower.encoder.layers",),
+    may_be_blind=True,
+)
 _FASTVIT_PARTS = ["stem", "stages.0.blocks"]  # in turn: what comes before the blocks of a stage changes their size
 _FASTVIT_PARTS += [f"stages.{stage}.{part}" for stage in (1, 2) for part in ("downsample", "blocks")]
 _FASTVIT_PARTS += [f"stages.{stage}.{part}" for stage in (3, 4) for part in ("downsample", "pos_emb", "blocks")]
@@ -222,13 +229,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "vipllava": Family(shape, write_vipllava, blocks=("vision_tower.encoder.layers",), may_be_blind=True),
     "llava": Family(shape, write_llava, blocks=("vision_tower.encoder.layers",)),
-    "llava_next": Family(
-        sizes,
-        write_next,
-        lambda config: {"image_grid_pinpoints": config.get("image_grid_pinpoints") or NEXT_SIZES},
-        blocks=("vision_tower.encoder.layers",),
-        may_be_blind=True,
-    ),
+    "llava_next": _NEXT,
+    "llava_next_video": _NEXT,  # of images alone
     "granite4_vision": Family(
         sizes,
         write_granite4,
