@@ -11,7 +11,7 @@ from .form import PROCESSORS, Family
 from .merging import MergingProcessor
 from .padding import PaddingProcessor, write_padded
 from .slices import image_number, slices, write_aya, write_slices
-from .thumbnails import ThumbnailProcessor, tiles_and_side, write_thumbnails
+from .thumbnails import ThumbnailProcessor, tile_bounds, tiles_and_side, write_thumbnails
 from .tiling import TilingProcessor, write_tiles
 from .writing import (
     GEMMA3N_PROCESSOR,
@@ -196,6 +196,7 @@ FAMILIES: dict[str, Family] = {
         write_thumbnails,
         tiles=1,
         may_be_blind=True,
+        bounded=tile_bounds,
         prepares=ThumbnailProcessor,
     ),
     "kimi_k25": Family(

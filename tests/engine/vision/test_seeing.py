@@ -355,7 +355,7 @@ def test_the_images_of_a_prompt_are_numbered_where_the_model_wants_it(family: st
     "family",
     [
         *("llava", "llava_next", "qwen2_5_vl", "internvl", "lfm2_vl", "lfm3_vl", "glm4v", "granite_docling"),
-        *("cohere2_vision", "video_llama_3", "ovis2"),
+        *("cohere2_vision", "video_llama_3", "ovis2", "llama4", "kimi_k25", "hunyuan_vl", "perception_lm"),
     ],
 )
 def test_pixels_are_bounded(family: str, start: Start) -> None:

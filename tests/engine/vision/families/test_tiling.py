@@ -30,7 +30,7 @@ from penstock.engine.vision.families.fitting import FittingProcessor
 from penstock.engine.vision.families.merging import MergingProcessor
 from penstock.engine.vision.families.numbers import RESAMPLING
 from penstock.engine.vision.families.padding import PaddingProcessor
-from penstock.engine.vision.families.thumbnails import ThumbnailProcessor
+from penstock.engine.vision.families.thumbnails import ThumbnailProcessor, tile_bounds
 from penstock.engine.vision.families.tiling import TilingProcessor
 from penstock.schemas.errors import ModelLoadError
 
@@ -292,7 +292,7 @@ def test_a_picture_is_stretched_over_as_many_tiles_as_in_transformers(
     (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "PerceptionLMImageProcessorFast"}')
     theirs = processors("perception_lm").PerceptionLMImageProcessor()
     wanted = theirs._fit_image_to_canvas(width, height, 448) or theirs._find_closest_aspect_ratio(width, height, 448)
-    assert ThumbnailProcessor(tmp_path).grid(width, height) == wanted
+    assert ThumbnailProcessor(tmp_path).grid(width, height, 36) == wanted
 
 
 @pytest.mark.parametrize("size", [(8, 9), (60, 40), (41, 90), (300, 70), (33, 200), (64, 64), (500, 8)])
@@ -333,6 +333,23 @@ def test_sizes_before_padding_are_those_of_transformers(
     (tmp_path / "preprocessor_config.json").write_text('{"auto_map": {}}')
     wanted, _ = processors("kimi_k25").navit_resize(height, width, 14, 2, 16_384, 512)
     assert PaddingProcessor(tmp_path).size(width, height) == wanted
+
+
+@pytest.mark.parametrize(
+    ("fewest", "most", "wanted", "tiles"),
+    [
+        *[(None, None, 6, 4), (None, 100, 1, 1), (None, 56**2 * 3 + 5, 3, 1)],
+        *[(56**2 * 8 + 1, None, 9, 9), (10**6, 56**2 * 7, 7, 4)],
+    ],
+)
+def test_a_picture_is_stretched_over_as_many_tiles_as_its_bounds_allow(
+    fewest: int | None, most: int | None, wanted: int, tiles: int, tmp_path: Path
+) -> None:
+    (tmp_path / "preprocessor_config.json").write_text('{"tile_size": 56, "max_num_tiles": 6}')
+    own = ThumbnailProcessor(tmp_path)
+    options = tile_bounds(own, fewest, most)
+    assert options == {"max_num_tiles": wanted}
+    assert own(images=[noise(50, 50)], **options)["pixel_values"].shape[1] == 1 + tiles
 
 
 @pytest.mark.parametrize("given", [{"resample": 0}, {"do_resize": False}])
