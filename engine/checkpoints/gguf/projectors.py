@@ -174,7 +174,8 @@ _PIXTRAL = Projector(
     ignored=frozenset({"v.token_embd.img_break"}),
     permuted=frozenset({"attn_q.weight", "attn_k.weight"}),
 )
-_MERGING = _PIXTRAL.names | {
+_MERGING = {
+    **_PIXTRAL.names,
     "mm.input_norm.weight": f"{_JOINT}.norm.weight",
     "mm.patch_merger.weight": f"{_JOINT}.patch_merger.merging_layer.weight",
 }
