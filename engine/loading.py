@@ -37,8 +37,9 @@ from .checkpoints.packed_weights import lazy_packed_weights, packed_level_reader
 from .checkpoints.rounded import TakesLevels, attach, lazy_rounded_weights, rounded_readers, without_numbers
 from .config import EngineConfig
 from .models import packed_files, read_config, read_quantized, read_shapes
-from .vision.families.names import is_of_tower, language_model_of
+from .vision.families.names import body_of, is_of_tower, language_model_of
 from .vision.mobilenet import provide_tower
+from .vision.timm_towers import provide_timm_towers
 
 
 def load_config(path: Path) -> PreTrainedConfig:
@@ -117,8 +118,11 @@ def _load(
     gguf = read_gguf(path) if is_gguf(path) else None
     quantized = read_quantized(path)
     packed = None if gguf or quantized else packed_files(path)
-    if read_config(path).get("model_type") == "gemma3n":
+    family = read_config(path).get("model_type")
+    if family == "gemma3n":
         provide_tower()
+    elif family in ("fast_vlm", "perception_lm"):
+        provide_timm_towers()
     if not (gguf or quantized or packed):
         auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         with counting_weights(progress):
@@ -150,7 +154,7 @@ def _load(
     with counting_weights(None if keep_levels is not None and found else progress):
         loaded = kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **options)
     if gguf and (factors := rope_factors(gguf)):
-        body = loaded[0].model
+        body = body_of(loaded[0])
         (language_model_of(body) or body).rotary_emb.inv_freq /= torch.tensor(factors)
     if sees and packed:
         found, experts = (_by_module(loaded[0], each) for each in (found, experts))
@@ -162,7 +166,7 @@ def _by_module(model: Any, found: Mapping[str, Any]) -> dict[str, Any]:
     """What a checkpoint of one that sees has of its language model, by the names of modules: older checkpoints call
     what is around the layers otherwise, which transformers knows of weights alone."""
     names = {module: name for name, module in model.named_modules()}
-    text, head = names[language_model_of(model.model)], names[model.get_output_embeddings()]
+    text, head = names[language_model_of(body_of(model))], names[model.get_output_embeddings()]
     return {
         f"{text}.{match[0]}" if (match := _IN_LAYER.search(name)) else head if name.endswith(_HEAD) else name: one
         for name, one in found.items()

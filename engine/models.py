@@ -22,7 +22,8 @@ from .checkpoints.gguf.pairs import config_of, find_projector, weights_of
 from .checkpoints.packed import PackedWeight, Packing, find_weights, packing_of
 from .checkpoints.quantized import Quantized
 from .vision.defaults import completed
-from .vision.families.family import PROCESSORS, Family, family_of
+from .vision.families.family import family_of
+from .vision.families.form import PROCESSORS, Family
 
 BUNDLED = "penstock-nano"  # the model that comes with the package: see deploy/nano
 _BUNDLED_AT = Path(__file__).parents[1] / "deploy" / "nano" / "model"

@@ -25,7 +25,7 @@ class Segment(NamedTuple):
     A token that only the device knows yet is ~k: the k-th token of the last step. `tables` has the sequence's blocks
     for each group; blocks that a window has passed may be anything. `samples` asks for the logits of the last token,
     `scores` for those of all tokens. `state` has its slots, if the model keeps running states. The model rotates a
-    token by its index and `shift`, or by `positions` [3, n], and takes features of `images` instead of some tokens'
+    token by its index and `shift`, or by `positions` [D, n], and takes features of `images` instead of some tokens'
     embeddings. Each token sees the keys before its number in `ends` [n], or, without these, up to its own.
     """
 
@@ -69,7 +69,7 @@ class LayerGroup(NamedTuple):
 
 
 class PackedStep(NamedTuple):
-    """The tensors of one step. `ids` are [T], and so are `positions`, or [3, T] where images have some; `keep` [K] are
+    """The tensors of one step. `ids` are [T], and so are `positions`, or [D, T] where images have some; `keep` [K] are
     the indices of the tokens whose logits are wanted, and `sampled` [K] the indices of their segments, repeated where
     one is scored. `groups` has what `PackGroup` made for each group, `users` the adapters and their tokens, `states`
     the slots of running states, `images` what tokens show."""
@@ -169,14 +169,15 @@ def pack(
 
 
 def _rotations(packed: PackedSegments) -> Ints:
-    """The positions by which the model rotates the tokens, [T], or [3, T] if they differ by dimension."""
+    """The positions by which the model rotates the tokens, [T], or [D, T] if they differ by dimension."""
     segments = packed.segments
     if not any(segment.shift or segment.positions is not None for segment in segments):
         return packed.positions
     plain: Ints = packed.positions + np.array([segment.shift for segment in segments])[packed.rows]
-    if all(segment.positions is None for segment in segments):
+    given = [len(segment.positions) for segment in segments if segment.positions is not None]
+    if not given:
         return plain
-    found: Ints = np.tile(plain, (3, 1))
+    found: Ints = np.tile(plain, (given[0], 1))
     for index, segment in enumerate(segments):
         if segment.positions is not None:
             found[:, packed.rows == index] = segment.positions

@@ -93,6 +93,8 @@ def _used(body: Any) -> int | Sequence[int] | None:
     if (index := getattr(body, "global_attn_index", None)) is not None:  # DeepSeek-VL, whose second tower follows
         count = len(body.vision_model.encoder.layers)
         return count, count + index + 1
+    if deep := getattr(body.config, "deepstack_layer_map", None):  # Granite 4 Vision's
+        return [*(layer for layer, _ in deep), body.config.spatial_vision_layer]
     used: int | Sequence[int] | None = getattr(body.config, "vision_feature_layer", None)
     return getattr(getattr(body, "vision_tower", None), "used_blocks", used)
 

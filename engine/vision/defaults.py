@@ -58,11 +58,15 @@ _TEXTS: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 6,
     },
 }
+_IMAGE_TOKENS = {"hunyuan_vl": 120_120, "kimi_k25": 163_605}
 
 
 def completed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json with what its text_config leaves to transformers' class, as those of LLaVA and Gemma 3 do."""
-    text = config.get("text_config")
+    """A config.json with what it and its text_config leave to transformers' classes, as those of LLaVA and Gemma 3
+    do."""
+    text: Any = config.get("text_config")
+    if (token := _IMAGE_TOKENS.get(config.get("model_type", ""))) is not None:
+        config = {"image_token_id": token, **config}
     if not isinstance(text, dict) or (known := _TEXTS.get(text.get("model_type", ""))) is None:
         return dict(config)
     own = {"dtype": config.get("dtype", config.get("torch_dtype"))} if "torch_dtype" not in text else {}

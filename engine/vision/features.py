@@ -50,11 +50,16 @@ def arranged(features: Tensor, order: Any, table: Tensor) -> Tensor:
 
 
 def stacked(made: Any) -> Tensor:
-    """The features of images and the deep ones, [F, K, E]."""
+    """The features of images and the deep ones, [F, K, E]. Granite 4 Vision has deep ones alone, each with the number
+    of its layer."""
     import torch
 
     deep = getattr(made, "deepstack_features", None) or ()
-    return torch.stack([_rows(one) for one in (made.pooler_output, *deep)])
+    if made.pooler_output is not None:
+        return torch.stack([_rows(one) for one in (made.pooler_output, *deep)])
+    named = {layer: _rows(one) for layer, one in deep}
+    others = [named[layer] for layer in sorted(named)]
+    return torch.stack([torch.zeros_like(others[0]), *others])
 
 
 def _rows(features: Tensor | Sequence[Tensor]) -> Tensor:

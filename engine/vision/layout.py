@@ -2,7 +2,9 @@
 
 Models with positions in three dimensions (time, row, column) count text like any other model, in all three at once; an
 image lies at the next position in time, its rows and columns count on from there, and text goes on behind the farther
-of both. Source: `get_rope_index` in transformers' `modeling_qwen2_5_vl.py`.
+of both. Source: `get_rope_index` in transformers' `modeling_qwen2_5_vl.py`. In HunyuanVL a token of text has its index
+in all dimensions, and one of an image in all but the last three, which are the column, the row and the number of the
+image. Source: the same function in transformers' `modeling_hunyuan_vl.py`.
 
 Where the tokens of an image see each other in both directions, all of them are computed in one step; a later step may
 begin inside the image, since the keys and values before it were computed so, too. Source:
@@ -39,7 +41,7 @@ class Placed(NamedTuple):
 
 class Placement(NamedTuple):
     """What a range of a sequence's tokens sees beside their ids: the images, and how far from its index each token's
-    position is. `positions` [3, n] has them where they differ by dimension, and is None where they do not. Each token
+    position is. `positions` [D, n] has them where they differ by dimension, and is None where they do not. Each token
     sees those before the index in `ends` [n]; None where that is its own and those before it."""
 
     shift: int
@@ -76,14 +78,17 @@ class ImageLayout:
         canvas: Canvas | None = None,
         marks: Sequence[int] = (),
         is_prefix: bool = False,
+        axes: int = 0,
     ) -> Self:
-        """The layout of a request's prompt; `merge` and `canvas` are those of the model's `Family`. `is_mutual`: the
-        tokens of an image that follow one another see each other; with `is_prefix` all of the prompt's do. `marks` are
-        further tokens that show something."""
+        """The layout of a request's prompt; `merge`, `canvas` and `axes` are those of the model's `Family`. Where it
+        `is_mutual`, the tokens of an image that follow one another see each other; with `is_prefix` all of the
+        prompt's do. `marks` are further tokens that show something."""
         ids = np.array(request.prompt, np.int64)
         shows = np.isin(ids, (image_token, *marks))
         tokens = [image.offset + np.flatnonzero(shows[image.offset : image.end]) for image in request.images]
         positions = _positions(len(ids), request.images, merge) if merge else None
+        if axes:
+            positions = _numbered(len(ids), request.images, axes)
         if canvas is not None:
             numbers = [number for image in request.images for number in image.grid[2:]]
             sizes = list(zip(numbers[::2], numbers[1::2], strict=True))
@@ -102,7 +107,7 @@ class ImageLayout:
         if start >= known.shape[1]:
             return Placement(self._shift)
         later = np.arange(max(start, known.shape[1]), end) + self._shift
-        positions = np.concatenate([known[:, start:end], np.tile(later, (3, 1))], axis=1)
+        positions = np.concatenate([known[:, start:end], np.tile(later, (len(known), 1))], axis=1)
         shift = int(positions[0, 0]) - start
         is_plain = bool((positions == np.arange(start, end) + shift).all())
         return Placement(shift, self._placed(start, end), None if is_plain else positions)
@@ -157,3 +162,15 @@ def _positions(count: int, images: tuple[PromptImage, ...], merge: int) -> Ints:
         done = image.end
     parts.append(np.tile(np.arange(position, position + count - done), (3, 1)))
     return np.concatenate(parts, axis=1)
+
+
+def _numbered(count: int, images: tuple[PromptImage, ...], axes: int) -> Ints:
+    """The positions of a prompt's tokens in `axes` dimensions, the last of which are column, row and the number of the
+    image, [axes, count]. An image's first and last tokens begin and end it; each of its rows has one more that ends
+    it."""
+    found: Ints = np.tile(np.arange(count), (axes, 1))
+    for number, image in enumerate(images):
+        begin, (rows, columns) = image.offset + 1, image.grid
+        line, column = np.divmod(np.arange(rows * (columns + 1)), columns + 1)
+        found[axes - 3 :, begin : begin + len(line)] = column, line, np.full(len(line), number)
+    return found

@@ -29,7 +29,7 @@ from ..checkpoints.gguf.pairs import processor_of
 from ..models import read_config, seeing_family
 from ..text.tokenizer_port import TokenizerLike, encode_within
 from .chat import GivenImage
-from .families.family import PROCESSORS, Family
+from .families.form import PROCESSORS, Family
 from .families.writing import Grid, image_token
 from .features import ORDER
 from .images import PromptImage
@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # light processes do without it
 
 MOST_GRIDS = 4096  # images whose grids are remembered; a chat sends the same ones with every turn
 _MODEL_INPUTS = (
-    *("pixel_values", "pixel_attention_mask", "spatial_shapes", "target_sizes"),
+    *("pixel_values", "pixel_attention_mask", "pixel_mask", "spatial_shapes", "target_sizes"),
     *("image_grid_thw", "image_sizes", "image_position_ids", "batch_num_images", "tile_fine_mask"),
     *("image_merge_sizes", "pixel_values_local", "num_local_patches", "high_res_pixel_values"),
 )
@@ -66,6 +66,7 @@ class VisionProcessor:
         self.shown = self.image_token, *self._marks.values()  # tokens that show something of an image
         self.mutual, self.in_windows = family.mutual(config), family.in_windows
         self.merge = family.merge(config)
+        self.axes, self.deep = family.axes(config), family.deep(config)
         self.canvas = None if family.canvas is None else family.canvas(config)
         self.is_rigid, self.tiles, self.blocks = family.is_rigid, family.tiles, family.blocks
         self.narrows, self.crops, self.is_prefix = family.narrows, family.crops, family.is_prefix
@@ -90,7 +91,7 @@ class VisionProcessor:
     @property
     def types(self) -> str:
         """The name under which transformers' model takes which tokens stand for images; empty if it need not know."""
-        if self.merge or self.in_windows or self.canvas:
+        if self.merge or self.in_windows or self.canvas or self.axes:
             return "mm_token_type_ids"
         return "token_type_ids" if self.mutual else ""
 

@@ -1,16 +1,17 @@
 """A model that sees images, in two parts: the tower that makes features of pictures, and the language model.
 
 Both are transformers' own modules, but for Gemma 3n's tower. The features take the place of the embeddings of an
-image's tokens; with "deepstack" (Qwen 3 VL) further features are added behind the first layers.
+image's tokens; with "deepstack" (Qwen 3 VL, Granite 4 Vision) further features are added before some layers.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch.backends import cudnn
 from ...schemas.errors import ModelLoadError
 from ..request import EngineRequest
 from .blocks import Blocks, blocks_of
+from .bodies import seeing_body
 from .embeddings import further_embeddings, replaced_tokens
 from .families.names import EMBEDDING, SCALING, UNUSED, is_of_tower, language_model_of
 from .features import ORDER, arranged, passes, stacked
@@ -39,12 +41,12 @@ _LARGE_BUDGET = 2e12
 
 
 class Seen(NamedTuple):
-    """What the tokens `rows` [K] of a step see instead of their embeddings: `features` [K, E], and for each of the
-    first layers what is added behind it, `deep` [K, E] each."""
+    """What the tokens `rows` [K] of a step see instead of their embeddings: `features` [K, E], and by the number of a
+    layer what is added before it, `deep` [K, E] each."""
 
     rows: Tensor
     features: Tensor
-    deep: Sequence[Tensor] = ()
+    deep: Mapping[int, Tensor] = MappingProxyType({})
 
 
 class Logits(NamedTuple):
@@ -72,6 +74,7 @@ class LanguageModel(nn.Module):
         self.replaced = replaced_tokens(whole.config)
         self._further = further_embeddings(whole) if vision is not None else None
         self._has_layer_inputs = bool(getattr(text, "hidden_size_per_layer_input", 0))  # Gemma 4's E2B and E4B have
+        self._deep = vision is not None and bool(vision.processor.deep)
         self._softcap: float | None = getattr(text.config, "final_logit_softcapping", None)
         self.logit_scale: float = getattr(text.config, "output_multiplier", None) or 1.0  # of Muse, before the cap
         if power := SCALING.get(whole.config.model_type):
@@ -94,7 +97,7 @@ class LanguageModel(nn.Module):
         seen: Seen | None = None,
         **more: Any,
     ) -> Logits:
-        """The logits [1, K, V] of packed tokens [1, T] at positions [1, T] or, in three dimensions, [1, 3, T].
+        """The logits [1, K, V] of packed tokens [1, T] at positions [1, T] or, in D dimensions, [1, D, T].
 
         `more` is for the layers.
         """
@@ -110,7 +113,11 @@ class LanguageModel(nn.Module):
             if seen.deep:
                 mask = torch.zeros_like(input_ids, dtype=torch.bool).index_fill(1, seen.rows, True)
                 order = seen.rows.argsort()  # a mask has its rows in order
-                more |= {"visual_pos_masks": mask, "deepstack_visual_embeds": [deep[order] for deep in seen.deep]}
+                deep = {layer: one[order] for layer, one in seen.deep.items()}
+                if self._deep:
+                    more |= {"vision_mask": mask[..., None], "deepstack_features": deep}
+                else:
+                    more |= {"visual_pos_masks": mask, "deepstack_visual_embeds": [*deep.values()]}
         positions = position_ids.transpose(0, 1) if position_ids.ndim == 3 else position_ids
         hidden = self.model(
             inputs_embeds=embedded, position_ids=positions, use_cache=use_cache, penstock=penstock, **more
@@ -134,7 +141,7 @@ class Vision:
         self.processor = processor
         self._masks: Callable[..., Any] | None = getattr(whole, "create_masks_for_generate", None)
         self._text = text
-        self._body = whole.model
+        self._body = seeing_body(whole)
         self._cache_bytes = cache_bytes
         self._cache: OrderedDict[Key, Tensor] = OrderedDict()  # [features and deep ones, K, E]
         self._used = 0  # bytes
@@ -155,11 +162,10 @@ class Vision:
     def layout(self, request: EngineRequest) -> ImageLayout | None:
         if not request.images:
             return None
-        processor = self.processor
-        first, *marks = processor.shown
-        is_mutual = processor.mutual > 0
+        known = self.processor
+        first, *marks = known.shown
         return ImageLayout.of(
-            request, first, processor.merge, is_mutual, processor.canvas, marks, is_prefix=processor.is_prefix
+            request, first, known.merge, known.mutual > 0, known.canvas, marks, known.is_prefix, known.axes
         )
 
     def see(self, placed: Sequence[Placed], device: torch.device) -> Seen | None:
@@ -177,7 +183,7 @@ class Vision:
         parts = [features[one.key][:, one.first : one.first + len(one.rows)] for one in placed]
         rows = torch.from_numpy(np.concatenate([one.rows for one in placed])).to(device)
         seen, *deep = torch.cat(parts, dim=1).unbind(0)
-        return Seen(rows, seen, deep)
+        return Seen(rows, seen, dict(zip(self.processor.deep or range(1, len(deep) + 1), deep, strict=True)))
 
     def probe(self, ids: Sequence[int], logits: Callable[[Tensor], Tensor]) -> Probe:
         """A picture between some text of `ids`, and what transformers' own code, attention included, makes of it."""
@@ -325,7 +331,7 @@ class Vision:
 
 def split(model: Any, processor: VisionProcessor) -> LanguageModel:
     """The language model of a model of transformers that sees images, with its `Vision`. Raises `ModelLoadError`."""
-    body = model.model
+    body = seeing_body(model)
     text = language_model_of(body)
     head = model.get_output_embeddings()
     for name in UNUSED - EMBEDDING.get(model.config.model_type, set()):

@@ -285,6 +285,11 @@ def _mistral3_tensors(name: str, values: Array, config: Config) -> Named:
     yield from _named(name, values, config)
 
 
+def _lighton_tensors(name: str, values: Array, config: Config) -> Named:
+    name = name.replace("model.vision_encoder.", "vision_tower.")
+    yield from _mistral3_tensors(name.replace("model.vision_projection.", "multi_modal_projector."), values, config)
+
+
 def _lfm2(config: Config, processor: Config) -> dict[str, Any]:
     return {
         "clip.use_gelu": True,
@@ -383,6 +388,7 @@ KINDS = {
         {"attention.layer_norm_rms_epsilon": 1e-5, "shortconv.l_cache": 3},
     ),
     "mistral3": Kind("llama", "pixtral", _mistral3, _mistral3_tensors),
+    "lighton_ocr": Kind("qwen3", "lightonocr", _mistral3, _lighton_tensors),
     "gemma3": Kind(
         "gemma3",
         "gemma3",

@@ -161,6 +161,20 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
             "crop_size": {"height": 56, "width": 56},
         },
     ),
+    "llava_next_video": (
+        ["<image>", "<video>"],
+        {
+            "text_config": _TEXT | {"model_type": "llama"},
+            "vision_config": _CLIP,
+            "image_grid_pinpoints": [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]],
+            "tie_word_embeddings": False,
+        },
+        {
+            "image_processor_type": "LlavaNextImageProcessor",
+            "size": {"shortest_edge": 56},
+            "crop_size": {"height": 56, "width": 56},
+        },
+    ),
     "granite_vision": (  # which uses several layers of its tower
         ["<image>"],
         {
@@ -169,6 +183,27 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
             "vision_feature_layer": [-4, -3, 1, -1],
             "vision_feature_select_strategy": "full",
             "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64], [32, 96]],
+        },
+        {"image_processor_type": "LlavaNextImageProcessor", "size": {"height": 32, "width": 32}, "crop_size": 32},
+    ),
+    "granite4_vision": (  # which adds features before some layers, the first and the last among them
+        ["<image>"],
+        {
+            "text_config": _TEXT
+            | {"model_type": "granite4_vision_text", "num_hidden_layers": 7}
+            | {"embedding_multiplier": 3.0, "logits_scaling": 2.0},
+            "vision_config": _SIGLIP
+            | {"model_type": "siglip_vision_model", "num_hidden_layers": 4}
+            | {"hidden_size": 64, "vision_use_head": False},
+            "vision_feature_select_strategy": "full",
+            "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64], [32, 96]],
+            "downsample_rate": "1/2",
+            "deepstack_layer_map": [[-1, 0], [-3, 2]],
+            "spatial_vision_layer": -2,
+            "spatial_target_layers": [1, 3, 5, 6],
+            "qformer_config": {"intermediate_size": 48, "num_hidden_layers": 1, "cross_attention_frequency": 1}
+            | {"use_qformer_text_input": False, "model_type": "blip_2_qformer"},
+            "tie_word_embeddings": False,
         },
         {"image_processor_type": "LlavaNextImageProcessor", "size": {"height": 32, "width": 32}, "crop_size": 32},
     ),
@@ -190,6 +225,91 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
             "vision_feature_layer": [-2, -3, 1],
         },
         {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 56}, "crop_size": 56},
+    ),
+    "llama4": (  # whose mark of an image also stands before the view of the whole
+        ["<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image|>"],
+        {
+            "text_config": _TEXT
+            | {"model_type": "llama4_text", "num_hidden_layers": 4, "head_dim": 16, "intermediate_size_mlp": 96}
+            | {"num_local_experts": 4, "num_experts_per_tok": 1, "moe_layers": [1, 3], "no_rope_layers": [1, 1, 1, 0]},
+            "vision_config": _SIGLIP
+            | {"vision_output_dim": 48, "projector_input_dim": 48, "projector_output_dim": 48}
+            | {"intermediate_size": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "Llama4ImageProcessor", "size": {"height": 32, "width": 32}, "max_patches": 4},
+    ),
+    "fast_vlm": (  # whose tower has convolutions
+        ["<image>"],
+        {
+            "text_config": _TEXT | {"model_type": "qwen2"},
+            "vision_config": {
+                "model_type": "timm_wrapper",
+                "architecture": "fastvit_mci3",
+                "hidden_size": 128,
+                "model_args": {"inference_mode": True, "layers": [1, 1, 1, 1, 1], "embed_dims": [8, 8, 16, 32, 64]},
+            },
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 192}, "crop_size": 192},
+    ),
+    "perception_lm": (  # which pools what its tower makes
+        ["<|image|>", "<|video|>"],
+        {
+            "text_config": _TEXT | {"model_type": "llama"},
+            "vision_config": {
+                "model_type": "timm_wrapper",
+                "architecture": "vit_pe_core_large_patch14_336",
+                "model_args": {"embed_dim": 32, "num_heads": 2, "depth": 2, "mlp_ratio": 2.0, "global_pool": ""}
+                | {"img_size": [56, 56], "ref_feat_shape": [4, 4]}
+                | {"use_post_transformer_norm": False, "init_values": 0.1},
+            },
+            "projector_pooling_ratio": 2,
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "PerceptionLMImageProcessor", "tile_size": 56, "max_num_tiles": 4},
+    ),
+    "kimi_k25": (
+        ["<|media_pad|>", "<|media_begin|>", "<|media_end|>"],
+        {
+            "text_config": _TEXT
+            | {"model_type": "deepseek_v3", "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16}
+            | {"qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+            | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 64}
+            | {"num_key_value_heads": 4},
+            "vision_config": _SIGLIP | {"pos_emb_height": 6, "pos_emb_width": 6},
+            "projection_hidden_size": 32,
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "Kimi_K25ImageProcessor", "patch_size": 8, "max_patches": 40},
+    ),
+    "aria": (  # whose pictures have black beside them, which the tower does not see
+        ["<|img|>"],
+        {
+            "text_config": _TEXT
+            | {"model_type": "aria_text", "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 2},
+            "vision_config": _SIGLIP | {"model_type": "idefics3_vision", "patch_size": 70, "image_size": 490},
+            "projector_patch_to_query_dict": {"49": 12},
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "AriaImageProcessor", "max_image_size": 490, "min_image_size": 70},
+    ),
+    "hunyuan_vl": (  # whose images have numbers among the positions of their tokens, which have four
+        ["<image>", "<im_start>", "<im_end>"],
+        {
+            "text_config": _TEXT
+            | {"model_type": "hunyuan_vl_text", "head_dim": 16}
+            | {
+                "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "alpha": 3.0, "factor": 1.0}
+                | {"mrope_section": [2, 3, 1, 2]}
+            },
+            "vision_config": {
+                **{name: value for name, value in _SIGLIP.items() if name != "image_size"},
+                "max_image_size": 64,
+            },
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "HunYuanVLImageProcessor", "patch_size": 8, "min_pixels": 1024, "max_pixels": 4096},
     ),
     "aya_vision": (  # whose place of an image is no token
         ["<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>"],
@@ -571,6 +691,15 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "Glm46VImageProcessor", "size": _GLM_SIZE},
     ),
+    "glmga": (
+        ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|video|>"],
+        {
+            "text_config": _TEXT | {"model_type": "glm4v_text", "rope_parameters": _GLM_ROPE},
+            "vision_config": _GLM | {"model_type": "glm4v_vision"},
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "GlmgaImageProcessor", "size": _GLM_SIZE, "patch_expand_factor": 2},
+    ),
     "glm_ocr": (
         ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|video|>"],
         {
@@ -775,6 +904,10 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
     written = f"<|vision_start|>{marks[0]}<|vision_end|>" if "<|vision_start|>" in marks else marks[family == "gemma3"]
     if family in ("aya_vision", "qianfan_ocr", "ovis2"):
         written = "<image>"
+    if family == "llama4":
+        written = marks[-1]
+    if family == "hunyuan_vl":
+        written = "<im_start><image><im_end>"
     tokenizer.chat_template = _TEMPLATE.replace("MARK", written)
     end = tokenizer.eos_token_id
     ids = tokenizer.convert_tokens_to_ids(marks)
@@ -793,15 +926,34 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
 
         own |= {"boi_token_id": ids[2], "eoi_token_id": ids[1], "audio_token_id": 639}
         provide_tower()
+    if family in ("fast_vlm", "perception_lm"):
+        from penstock.engine.vision.timm_towers import provide_timm_towers
+
+        provide_timm_towers()
     if family == "gemma3":
         own |= {"boi_token_index": ids[1], "eoi_token_index": ids[2]}
-    if family in ("glm4v", "glm4v_moe", "glm46v", "glm_ocr"):
+    if family in ("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "glmga"):
         own |= {"image_start_token_id": ids[1], "image_end_token_id": ids[2], "video_token_id": ids[3]}
+    if family == "kimi_k25":
+        own |= {"video_token_id": 639}
+    if family == "perception_lm":
+        own |= {"video_token_id": ids[1]}
     if family == "ovis2":
         own |= {"visual_indicator_token_ids": ids[1:]}
-    if family == "llava_onevision":
+    if family in ("llava_onevision", "llava_next_video"):
         own = {"image_token_index": ids[0], "video_token_index": ids[1]}
-    if family in ("llava", "llava_next", "granite_vision", "vipllava", "aya_vision", "mistral3", "got_ocr2"):
+    if family in (
+        "llava",
+        "llava_next",
+        "granite_vision",
+        "vipllava",
+        "aya_vision",
+        "mistral3",
+        "got_ocr2",
+        "llama4",
+        "fast_vlm",
+        "aria",
+    ):
         own = {"image_token_index": ids[0]}
     text = settings["text_config"] | {"eos_token_id": end, "pad_token_id": end}
     parts = {"text_config": text, "vision_config": settings["vision_config"] | dict(tower or {})}
@@ -814,7 +966,7 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
                 torch.nn.init.normal_(parameter, std=0.1)
             if name.endswith("_alpha"):  # DeepSeek-VL's, likewise
                 parameter.data.fill_(0.7)
-            if name.endswith(".gamma"):  # Gemma 3n's, which begin as if blocks were not there
+            if name.endswith((".gamma", ".gamma_1", ".gamma_2")):  # which begin as if blocks were not there
                 parameter.data.uniform_(0.5, 1)
         for name, buffer in model.named_buffers():  # Gemma 4's, which begin as if they were not there
             if (kind := name.rpartition(".")[2]) in _BUFFERS:

@@ -72,14 +72,14 @@ def _joined(images: Sequence[PromptImage], processor: VisionProcessor, family: s
             for name in ("pixel_values", "pixel_attention_mask"):
                 behind = (0, most - one[name].shape[1])
                 one[name] = np.pad(one[name], ((0, 0), behind, (0, 0))[: one[name].ndim])
-    if family in ("llava_next", "granite_vision", "llava_onevision"):
+    if family in ("llava_next", "llava_next_video", "granite_vision", "granite4_vision", "llava_onevision"):
         most = max(one["pixel_values"].shape[1] for one in each)
         for one in each:
             tiles = most - one["pixel_values"].shape[1]
             one["pixel_values"] = np.pad(one["pixel_values"], ((0, 0), (0, tiles), (0, 0), (0, 0), (0, 0)))
     if family == "llava_onevision":  # how many pictures each prompt has
         each[1:] = [{name: array for name, array in one.items() if name != "batch_num_images"} for one in each[1:]]
-    axis = 1 if family in ("smolvlm", "granite_docling", "idefics2") else 0
+    axis = 1 if family in ("perception_lm", "smolvlm", "granite_docling", "idefics2") else 0
     if family in ("minicpmv4_6", "minicpmv4_7"):
         packed = np.concatenate([one.pop("pixel_values") for one in each], 3)
         sizes = np.concatenate([one["target_sizes"] for one in each])

@@ -174,6 +174,11 @@ _PIXTRAL = Projector(
     ignored=frozenset({"v.token_embd.img_break"}),
     permuted=frozenset({"attn_q.weight", "attn_k.weight"}),
 )
+_MERGING = {
+    **_PIXTRAL.names,
+    "mm.input_norm.weight": f"{_JOINT}.norm.weight",
+    "mm.patch_merger.weight": f"{_JOINT}.patch_merger.merging_layer.weight",
+}
 PROJECTORS: dict[str, Projector] = {
     "idefics3": Projector(
         "smolvlm",
@@ -294,10 +299,20 @@ PROJECTORS: dict[str, Projector] = {
     "pixtral": _PIXTRAL._replace(
         model_type="mistral3",
         class_name="Mistral3ForConditionalGeneration",
+        names=_MERGING,
+    ),
+    "lightonocr": _PIXTRAL._replace(  # whose parts have names of their own
+        model_type="lighton_ocr",
+        class_name="LightOnOcrForConditionalGeneration",
+        texts={"qwen3": "qwen3"},
+        mark="<|image_pad|>",
         names={
-            **_PIXTRAL.names,
-            "mm.input_norm.weight": f"{_JOINT}.norm.weight",
-            "mm.patch_merger.weight": f"{_JOINT}.patch_merger.merging_layer.weight",
+            name: own.replace(_LLAVA, "model.vision_encoder").replace(_JOINT, "model.vision_projection")
+            for name, own in _MERGING.items()
+            if not own.endswith(".bias")
         },
+        layers="model.vision_encoder.transformer.layers",
+        optional=frozenset(),
+        ignored=frozenset(),
     ),
 }

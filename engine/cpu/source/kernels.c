@@ -81,9 +81,10 @@ typedef struct {
     float *after;                /* [R, E]: what is to be normalised and added to the stream */
     float *beside;               /* [R, E]: what a mixture beside the layer's own product makes */
     const LayerInputs *layer_inputs; /* or NULL */
-    const float *features;       /* [1 + `num_deep`, `num_features`, E], of images: the first are in the place of some
-                                    tokens' embeddings, the others are added behind one of the first layers each */
-    int64_t num_features, num_deep;
+    const float *features;       /* [D, `num_features`, E], of images: the first are in the place of some
+                                    tokens' embeddings, the others are added before one layer each */
+    const int64_t *deep; /* [`reach`]: by the number of a layer that of what is added before it, or 0 */
+    int64_t num_features, reach;
     int64_t most_rank;           /* a multiple of 16 */
     float epsilon, scale, softcap; /* `scale` of the embeddings; `softcap` of the logits, 0 for none */
     float logit_scale;
@@ -925,11 +926,11 @@ INLINE void gate_ups(Thread *t, const Model *m, const Layer *l, int64_t rows, in
     wait_for_all(t);
 }
 
-/* Add what images have behind the layer number `layer`, counted from 1, to the stream of the tokens that show them. */
+/* Add what images have before the layer number `layer` to the stream of the tokens that show them. */
 INLINE void add_deep(Thread *t, const Model *m, const Token *tokens, int64_t layer, int64_t rows) {
-    if (layer > m->num_deep) return;
+    if (layer >= m->reach || !m->deep[layer]) return;
     const int64_t E = m->embedding;
-    const float *deep = m->features + layer * m->num_features * E;
+    const float *deep = m->features + m->deep[layer] * m->num_features * E;
     EACH(r, t, rows) {
         for (int64_t i = 0; tokens[r].feature >= 0 && i < E; i += 16) {
             const __mmask16 mask = tail_mask(E - i);
@@ -965,7 +966,7 @@ INLINE void forward(Thread *t, const Step *s, int half) {
     if (m->layer_inputs && !m->layer_inputs->are_given) make_layer_inputs(t, m, tokens, &own, rows, half);
     for (const Layer *l = m->layers; l < m->layers + m->num_layers; l++, own.layer++) {
         const Inputs in = inputs_at(m->levels, MOST_ROWS, groups(&l->qkv));
-        if (own.layer) add_deep(t, m, tokens, own.layer, rows);
+        add_deep(t, m, tokens, own.layer, rows);
         if (own.layer == m->reading && s->kept < rows) {
             if (!s->kept) return;
             keep_rows(t, m, s->keep, s->kept);

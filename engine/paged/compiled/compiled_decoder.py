@@ -337,8 +337,8 @@ class CompiledDecoder:
 
     def _show(self, shown: Shown | None) -> None:
         model, self._shown = self._model, shown
-        model.num_features, model.num_deep = (0, 0) if shown is None else (shown.features.shape[1], len(shown[0]) - 1)
-        model.features = 0 if shown is None else shown.features.data_ptr()
+        model.num_features, model.reach = (0, 0) if shown is None else (shown.features.shape[1], len(shown.deep))
+        model.features, model.deep = (0, 0) if shown is None else (shown.features.data_ptr(), shown.deep.data_ptr())
 
     def _numbers(self, tensor: Tensor) -> int:
         return self._address(tensor.detach().float().contiguous())

@@ -40,8 +40,9 @@ class ModelFields(ctypes.Structure):
         ("head", Product),
         *((name, _POINTER) for name in ("input", "mixed", "gated", "stream", "qkv", "gates")),
         *((name, _POINTER) for name in ("convolved", "rates", "decays", "shares")),
-        *((name, _POINTER) for name in ("levels", "room", "low", "after", "beside", "layer_inputs", "features")),
-        *((name, _INT) for name in ("num_features", "num_deep", "most_rank")),
+        *((name, _POINTER) for name in ("levels", "room", "low", "after", "beside", "layer_inputs")),
+        *((name, _POINTER) for name in ("features", "deep")),
+        *((name, _INT) for name in ("num_features", "reach", "most_rank")),
         *((name, _FLOAT) for name in ("epsilon", "scale", "softcap", "logit_scale")),
         ("slept", _INT),
     ]

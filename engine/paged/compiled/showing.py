@@ -14,10 +14,12 @@ from ..packing import Ints, Segment
 
 
 class Shown(NamedTuple):
-    """`features` [1 + L, K, E] in float32: the first are in the place of embeddings, the others are added behind one of
-    the first L layers each. `of` has for each token of the step the number of its own, or -1."""
+    """`features` [D, K, E] in float32: the first are in the place of embeddings, the others are added before one layer
+    each; `deep` [L] has by the number of a layer which of them, 0 for none. `of` has for each token of the step the
+    number of its own, or -1."""
 
     features: Tensor
+    deep: Tensor
     of: list[int]
 
 
@@ -35,8 +37,11 @@ def show(segments: Sequence[Segment], vision: Vision | None, dtype: torch.dtype,
     of = [-1] * count
     for number, row in enumerate(seen.rows.tolist()):
         of[row] = number
-    features = (seen.features.to(dtype) * scale, *(deep.to(dtype) for deep in seen.deep))
-    return Shown(torch.stack(features).float().contiguous(), of)
+    features = (seen.features.to(dtype) * scale, *(deep.to(dtype) for deep in seen.deep.values()))
+    numbers = torch.zeros(max(seen.deep, default=-1) + 1, dtype=torch.int64)
+    for number, layer in enumerate(seen.deep, start=1):
+        numbers[layer] = number
+    return Shown(torch.stack(features).float().contiguous(), numbers, of)
 
 
 def last_position(segment: Segment) -> int:
@@ -50,9 +55,9 @@ def last_position(segment: Segment) -> int:
 def turn(
     positions: Ints, angles: Callable[[Tensor, torch.dtype], Rotations], known: Mapping[str | None, Tensor], start: int
 ) -> int:
-    """Put the rotations at `positions` [3, n] into `known` [2, P, D], from number `start` on; returns their number.
+    """Put the rotations at `positions` [D, n] into `known` [2, P, D], from number `start` on; returns their number.
 
-    Where the three are equal, as those of text are, they are those that `known` has for text.
+    Where those of a token are equal, as those of text are, they are those that `known` has for text.
     """
     count, is_text = positions.shape[1], torch.from_numpy((positions == positions[0]).all(0))
     plain = torch.from_numpy(positions[0])

@@ -62,9 +62,9 @@ def through(
             gated = gate(layer.input_gate(x), inputs[:, index], has_gelu=True)
             update = Update(layer.input_projection(gated), layer.input_after)
         update = update._replace(scalar=layer.scalar)
-        if seen is not None and index < len(seen.deep):
+        if seen is not None and index + 1 in seen.deep:
             x, _ = add_norm(x, update)
-            x, update = x.index_add(0, seen.rows, seen.deep[index].to(x.dtype)), None
+            x, update = x.index_add(0, seen.rows, seen.deep[index + 1].to(x.dtype)), None
     return x if update is None else add_norm(x, update)[0]
 
 

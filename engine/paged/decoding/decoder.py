@@ -91,13 +91,15 @@ class Decoder:
         seen: Seen | None = None,
         states: StateStep | None = None,
     ) -> Tensor:
-        """The logits [len(keep), V] of the tokens `keep` among the packed `ids` [T] at `positions` [T], or [3, T].
+        """The logits [len(keep), V] of the tokens `keep` among the packed `ids` [T] at `positions` [T], or [D, T].
 
         `states` says which slots of running states the step uses, if the model keeps some.
         """
         x = self.embed(ids)
         if seen is not None:
             x = x.index_copy(0, seen.rows, seen.features.to(self._dtype) * self.feature_scale)
+            if 0 in seen.deep:
+                x = x.index_add(0, seen.rows, seen.deep[0].to(x.dtype))
         given = () if self.inputs is None else (self.inputs(self.read(ids), x),)
         x = self._through(self.layers, x, self.angles(positions, self._dtype), attention, seen, states, *given)
         return self.scaled(self.head(self.norm(x[keep])))
@@ -119,7 +121,7 @@ class Decoder:
         return ids
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> Rotations:
-        """The rotations at `positions` [T], or [3, T] in three dimensions, rounded to `dtype`."""
+        """The rotations at `positions` [T], or [D, T] in D dimensions, rounded to `dtype`."""
         return {kind: self._angles(positions, dtype, kind) for kind in self.rotated}
 
     def _angles(self, positions: Tensor, dtype: torch.dtype, kind: str | None) -> Angles:
@@ -157,8 +159,8 @@ def through(
     """The residual stream [T, E] after all layers, which may have `inputs` [T, L, P]."""
     for index, layer in enumerate(layers):
         x = advance(layer, x, rotations[layer.kind], attention, states, None if inputs is None else inputs[:, index])
-        if seen is not None and index < len(seen.deep):
-            x = x.index_add(0, seen.rows, seen.deep[index].to(x.dtype))
+        if seen is not None and index + 1 in seen.deep:
+            x = x.index_add(0, seen.rows, seen.deep[index + 1].to(x.dtype))
     return x
 
 

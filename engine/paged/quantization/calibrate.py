@@ -18,7 +18,7 @@ from torch.nn import functional
 from ....schemas.errors import ModelLoadError
 from ...checkpoints.rounded import Rounded
 from ...cpu.library import GROUP
-from ...vision.families.names import language_model_of
+from ...vision.families.names import body_of, language_model_of
 from ..decoding.precision import in_float32
 from .quantize import fits_int4, rounded
 from .rounding import fit_int4, fit_int8, int4_levels, int8_levels
@@ -149,7 +149,7 @@ def _weight(module: Any) -> Tensor:
 
 def _layers(model: PreTrainedModel) -> nn.ModuleList:
     count = model.config.get_text_config().num_hidden_layers
-    text: nn.Module = language_model_of(getattr(model, "model", None)) or model  # a tower has layers of its own
+    text: nn.Module = language_model_of(body_of(model)) or model  # a tower has layers of its own
     found = [one for one in text.modules() if isinstance(one, nn.ModuleList) and len(one) == count]
     if not found:
         raise ModelLoadError(f"{type(model).__name__} has no list of its {count} layers; quantize it while loading")

@@ -26,7 +26,7 @@ from ...checkpoints.rounded import Rounded, TakesLevels, blocks_of
 from ...cpu.layouts import fours, grouped, nibbles
 from ...cpu.library import BLOCK, FINE, GROUP, INT4, INT8, UNEVEN, Kernels, Product
 from ...cuda.levels import LevelKernels, unsupported
-from ...vision.families.names import language_model_of
+from ...vision.families.names import body_of, language_model_of
 from ..decoding.linear import (
     HELD,
     CompiledLinear,
@@ -134,7 +134,7 @@ def quantizable(model: PreTrainedModel, quantization: str) -> Iterable[tuple[str
     Of a model that sees images those of the language model and its head: the tower stays as it is.
     """
     head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    text: nn.Module | None = language_model_of(getattr(model, "model", None))
+    text: nn.Module | None = language_model_of(body_of(model))
     inside = {*(model if text is None else text).modules(), head}
     for name, module in model.named_modules():
         if type(module) is nn.Linear and module in inside:

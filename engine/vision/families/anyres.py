@@ -1,4 +1,4 @@
-"""How many tokens show a picture in LLaVA-NeXT and LLaVA-OneVision, which see it as a whole and in tiles.
+"""How many tokens show a picture in LLaVA-NeXT, LLaVA-OneVision and Granite 4 Vision: they see it whole and in tiles.
 
 The tiles cover one of several sizes, the one that fits the picture best, with borders around it. The tokens of the
 whole come first, then those of the tiles without the borders, row by row, and behind each row one that ends it.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from ....schemas.errors import ModelLoadError
@@ -28,6 +29,20 @@ def write_next(config: Mapping[str, Any], grid: Sequence[int], mark: str) -> str
     side = _side(config, "default")
     rows, columns = _shown(config, grid, NEXT_SIZES)
     return mark * (side**2 + rows * (columns + 1))
+
+
+def write_granite4(config: Mapping[str, Any], grid: Sequence[int], mark: str) -> str:
+    """As `write_next`; each tile is reduced by the `downsample_rate`. Source: `_get_number_of_features` in
+    transformers' `processing_granite4_vision.py`."""
+    side = int(_side(config, "default") * Fraction(str(config["downsample_rate"])))
+    rows, columns = _shown(config, grid, NEXT_SIZES, side)
+    return mark * (side**2 + rows * (columns + 1))
+
+
+def granite4_layers(config: Mapping[str, Any]) -> list[int]:
+    """The numbers of the layers before which features of an image are added."""
+    found = {int(layer) for _, layer in config["deepstack_layer_map"]}
+    return sorted(found | {int(layer) for layer in config.get("spatial_target_layers") or (12, 15, 18, 21)})
 
 
 def write_onevision(config: Mapping[str, Any], grid: Sequence[int], mark: str) -> str:
@@ -80,14 +95,15 @@ def _tile(config: Mapping[str, Any]) -> tuple[int, int]:
     return int(tower.get("image_size", 224)), int(tower.get("patch_size", 16))
 
 
-def _shown(config: Mapping[str, Any], grid: Sequence[int], defaults: list[list[int]]) -> Size:
-    """The rows and columns of tokens that show a picture in tiles, those of its borders left out."""
+def _shown(config: Mapping[str, Any], grid: Sequence[int], defaults: list[list[int]], side: int | None = None) -> Size:
+    """The rows and columns of tokens that show a picture in tiles, those of its borders left out. A tile has `side`
+    tokens in a row, as many as patches if there is no other number."""
     (height, width), (pixels, patch) = grid[:2], _tile(config)
     sizes = config.get("image_grid_pinpoints") or defaults
     if any(edge < pixels or edge % pixels for size in sizes for edge in size):
         raise ModelLoadError(f"config.json has image_grid_pinpoints that are not all multiples of {pixels} pixels")
     best = best_size(height, width, sizes)
-    rows, columns = (edge // pixels * (pixels // patch) for edge in best)
+    rows, columns = (edge // pixels * (side or pixels // patch) for edge in best)
     if width / height > columns / rows:
         return rows - (rows - int(round(height * (columns / width), 7))) // 2 * 2, columns
     return rows, columns - (columns - int(round(width * (rows / height), 7))) // 2 * 2

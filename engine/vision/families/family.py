@@ -1,21 +1,17 @@
-"""The families of models that see images, and how each writes an image among its tokens.
-
-Knows no torch and no transformers.
-"""
+"""The families of models that see images. Knows no torch and no transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
-
-from .anyres import NEXT_SIZES, ONEVISION_SIZES, write_next, write_onevision
+from .anyres import NEXT_SIZES, ONEVISION_SIZES, granite4_layers, write_granite4, write_next, write_onevision
 from .bounds import bounds, budget, frame_bounds
 from .canvas import Canvas
 from .covering import CoveringProcessor, write_covering
+from .fitting import FittingProcessor, rows_and_columns_of_tiles, write_fitting
+from .form import PROCESSORS, Family
 from .merging import MergingProcessor
+from .padding import PaddingProcessor, write_padded
 from .slices import image_number, slices, write_aya, write_slices
+from .thumbnails import ThumbnailProcessor, tile_bounds, tiles_and_side, write_thumbnails
 from .tiling import TilingProcessor, write_tiles
 from .writing import (
     GEMMA3N_PROCESSOR,
@@ -23,14 +19,14 @@ from .writing import (
     JANUS_OPENING,
     PALIGEMMA_TEMPLATE,
     Config,
-    Grid,
     crops,
     gemma4_settings,
     gemma_tokens,
-    image_token,
+    hunyuan_axes,
     join_idefics2,
     join_paligemma,
     merge_side,
+    merged_rows_and_columns,
     mutual_soft_tokens,
     no_grid,
     ovis_marks,
@@ -42,16 +38,20 @@ from .writing import (
     rows_by_columns,
     rows_columns_and_route,
     shape,
+    side_and_crops,
     sides_and_crops,
     sizes,
     sizes_and_count,
     soft_tokens,
     tile_count,
     views,
+    write_aria,
     write_docling,
+    write_fast,
     write_gemma,
     write_gemma3n,
     write_got,
+    write_hunyuan,
     write_idefics2,
     write_internvl,
     write_janus,
@@ -66,63 +66,6 @@ from .writing import (
     write_smolvlm,
     write_vipllava,
 )
-
-PROCESSORS = ("preprocessor_config.json", "processor_config.json")  # files with the settings of an image processor
-
-
-class Family(NamedTuple):
-    """How a family's processor describes an image: `grid` are numbers, of which `write` makes the text that stands for
-    it, where `mark` is the text of one image token. `options` are for the image processor; `merge` is the side of the
-    square of patches that make one token of a model with positions in three dimensions, 0 for plain positions.
-    `is_rigid`: transformers' code for it converts features to the dtype of the weights, whatever runs in float32.
-    `tiles` is the axis of the tower's inputs along which an image lies in tiles that do not see each other, None where
-    the tower sees an image as a whole; then `blocks` names its blocks, and what computes further features of them.
-    `place` is the id of the token by which a prompt's text says where an image stands. `mutual` is how many tokens of
-    an image, in a row, see each other in both directions; 0 if they are causal like all others. `in_windows`: only in
-    layers with a window. `defaults` are settings of the image processor for those that its file leaves open. `bounded`,
-    of a family whose processor chooses the size of pictures by itself, are options for that processor, by which a
-    picture has at least and at most so many pixels. `settings` are those of the processor of a checkpoint without a
-    file for it. `may_be_blind`: a checkpoint without an image processor is one of its language model. `prepares` makes
-    the image processor of a model's directory where transformers has none for Pillow. `narrows`: the tower takes pixels
-    in the dtype of its weights alone. `by_count`: a picture is prepared in another way where a prompt has several; the
-    last number of its grid is above 1 there. `mark` is the text by which a prompt says where an image stands, if it is
-    no token. `numbers` makes the text before an image of its number in the prompt, given the image processor. `canvas`
-    says where images lie if each of their tokens and marks has a position of its own. `sample` is the width and height
-    of a picture that shows how the model sees, without parts. `crops` names the input with crops of a picture, each of
-    which is seen like a whole one, and before it, but for the feature that ends a picture. `marks` are texts and ids
-    of tokens between those of an image that have features, too: the last rows of the tower's table, in this order.
-    `is_prefix`: all tokens of a prompt with images see each other; `join` writes how such a prompt begins. `template`
-    is the chat template of models that are published without one.
-    `opening` is a text before each chat, where the processor's file asks for a default system prompt. `join` makes the
-    text of a prompt of what has been written into it."""
-
-    grid: Callable[[Config, Mapping[str, Any]], Grid]
-    write: Callable[[Config, Grid, str], str]
-    options: Callable[[Config], dict[str, Any]] = lambda _: {}
-    merge: Callable[[Config], int] = lambda _: 0
-    is_rigid: bool = False
-    tiles: int | None = None
-    blocks: tuple[str, ...] = ()
-    place: Callable[[Config], int] = image_token
-    mutual: Callable[[Config], int] = lambda _: 0
-    in_windows: bool = False
-    defaults: Mapping[str, Any] = MappingProxyType({})
-    may_be_blind: bool = False
-    bounded: Callable[[Any, int | None, int | None], dict[str, Any]] | None = None
-    settings: Callable[[Config], dict[str, Any]] | None = None
-    prepares: Callable[[Path], Callable[..., Mapping[str, Any]]] | None = None
-    narrows: bool = False
-    by_count: bool = False
-    mark: str = ""
-    numbers: Callable[[Any, int], str] | None = None
-    canvas: Callable[[Config], Canvas] | None = None
-    sample: tuple[int, int] = (64, 48)
-    crops: str = ""
-    marks: Callable[[Config], Mapping[str, int]] = lambda _: {}
-    opening: str = ""
-    join: Callable[[str], str] = str
-    is_prefix: bool = False
-    template: str = ""
 
 
 def family_of(config: Config) -> Family | None:
@@ -183,6 +126,16 @@ _GEMMA4 = Family(
     bounded=budget,
     settings=gemma4_settings,
 )
+_NEXT = Family(
+    sizes,
+    write_next,
+    lambda config: {"image_grid_pinpoints": config.get("image_grid_pinpoints") or NEXT_SIZES},
+    blocks=("vision_tower.encoder.layers",),
+    may_be_blind=True,
+)
+_FASTVIT_PARTS = ["stem", "stages.0.blocks"]  # in turn: what comes before the blocks of a stage changes their size
+_FASTVIT_PARTS += [f"stages.{stage}.{part}" for stage in (1, 2) for part in ("downsample", "blocks")]
+_FASTVIT_PARTS += [f"stages.{stage}.{part}" for stage in (3, 4) for part in ("downsample", "pos_emb", "blocks")]
 FAMILIES: dict[str, Family] = {
     "gemma3": Family(
         crops,
@@ -229,14 +182,63 @@ FAMILIES: dict[str, Family] = {
         may_be_blind=True,
         prepares=CoveringProcessor,
     ),
+    "llama4": Family(
+        rows_and_columns_of_tiles,
+        write_fitting,
+        tiles=0,
+        may_be_blind=True,
+        prepares=FittingProcessor,
+        narrows=True,
+        mark="<|image|>",
+    ),
+    "perception_lm": Family(
+        tiles_and_side,
+        write_thumbnails,
+        tiles=1,
+        may_be_blind=True,
+        bounded=tile_bounds,
+        prepares=ThumbnailProcessor,
+    ),
+    "kimi_k25": Family(
+        patches,
+        write_padded,
+        blocks=("vision_tower.layers",),
+        may_be_blind=True,
+        prepares=PaddingProcessor,
+        narrows=True,
+    ),
+    "aria": Family(
+        side_and_crops,
+        write_aria,
+        blocks=("vision_tower.encoder.layers",),
+        may_be_blind=True,
+        narrows=True,
+    ),
+    "hunyuan_vl": Family(
+        merged_rows_and_columns,
+        write_hunyuan,
+        blocks=("vision_tower.layers",),
+        may_be_blind=True,
+        bounded=bounds,
+        axes=hunyuan_axes,
+    ),
+    "fast_vlm": Family(
+        shape,
+        write_fast,
+        blocks=("+".join(f"vision_tower.timm_model.{part}" for part in _FASTVIT_PARTS),),
+        may_be_blind=True,
+    ),
     "vipllava": Family(shape, write_vipllava, blocks=("vision_tower.encoder.layers",), may_be_blind=True),
     "llava": Family(shape, write_llava, blocks=("vision_tower.encoder.layers",)),
-    "llava_next": Family(
+    "llava_next": _NEXT,
+    "llava_next_video": _NEXT,  # of images alone
+    "granite4_vision": Family(
         sizes,
-        write_next,
+        write_granite4,
         lambda config: {"image_grid_pinpoints": config.get("image_grid_pinpoints") or NEXT_SIZES},
         blocks=("vision_tower.encoder.layers",),
         may_be_blind=True,
+        deep=granite4_layers,
     ),
     "llava_onevision": Family(
         sizes_and_count,
@@ -312,6 +314,7 @@ FAMILIES: dict[str, Family] = {
     "glm4v_moe": _GLM,
     "glm46v": _GLM,
     "glm_ocr": _GLM,
+    "glmga": _GLM,
     "exaone4_5": _PLAIN,
     "hyperclovax_vision_v2": _PLAIN._replace(blocks=("vision_model.blocks",), may_be_blind=True),
     "paddleocr_vl": _QWEN._replace(blocks=("visual.vision_model.encoder.layers",)),

@@ -83,6 +83,31 @@ def write_llava(config: Config, grid: Grid, mark: str) -> str:
     return mark * (count - bool(config.get("vision_feature_select_strategy", "default") == "default"))
 
 
+def side_and_crops(_: Config, made: Mapping[str, Any]) -> Grid:
+    """How many pixels wide each crop is, and how many crops there are."""
+    return int(made["pixel_values"].shape[-1]), len(made["pixel_values"])
+
+
+def write_aria(config: Config, grid: Grid, mark: str) -> str:
+    """Raises `ModelLoadError`."""
+    side, count = grid
+    patches = (side // side_of(tower_of(config).get("patch_size", 14))) ** 2
+    known = config.get("projector_patch_to_query_dict") or {1225: 128, 4900: 256}
+    found = {int(one): int(tokens) for one, tokens in known.items()}.get(patches)
+    if found is None:
+        raise ModelLoadError(
+            f"config.json does not say in projector_patch_to_query_dict how many tokens show {patches} patches of an "
+            "image; the model's files do not fit each other"
+        )
+    return mark * (found * count)
+
+
+def write_fast(config: Config, grid: Grid, mark: str) -> str:
+    """Six convolutions halve the height and width."""
+    height, width = (-(-side // 64) for side in grid)
+    return mark * (height * width)
+
+
 def write_vipllava(config: Config, grid: Grid, mark: str) -> str:
     """The first token of the tower is always left out."""
     return write_llava({**config, "vision_feature_select_strategy": "default"}, grid, mark)
@@ -134,6 +159,32 @@ def write_got(config: Config, grid: Grid, mark: str) -> str:
 def views(_: Config, made: Mapping[str, Any]) -> Grid:
     """How many views of a picture there are: the quarters, if it is split, and the whole."""
     return (len(made["pixel_values"][0]),)
+
+
+def merged_rows_and_columns(config: Config, made: Mapping[str, Any]) -> Grid:
+    """Those of tokens."""
+    _, height, width = patches(config, made)
+    side = merge_side(config)
+    return height // side, width // side
+
+
+def write_hunyuan(config: Config, grid: Grid, mark: str) -> str:
+    """A token ends each row, one begins the picture, and one ends it."""
+    rows, columns = grid
+    return mark * (rows * (columns + 1) + 2)
+
+
+def hunyuan_axes(config: Config) -> int:
+    """Raises `ModelLoadError`."""
+    text = config.get("text_config") or config
+    given = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    found = len(given.get("mrope_section") or given.get("xdrope_section") or ())
+    if found < 3:
+        raise ModelLoadError(
+            f"config.json gives {found} numbers of dimensions that rotate by position (mrope_section or "
+            "xdrope_section), and needs 3 at least; the model's files are incomplete"
+        )
+    return found
 
 
 def write_idefics2(config: Config, grid: Grid, mark: str) -> str:

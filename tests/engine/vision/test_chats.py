@@ -52,6 +52,14 @@ TOLD: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
             **{"audio_token": "<|endoftext|>", "boa_token": "<|endoftext|>", "eoa_token": "<|endoftext|>"},
         },
     ),
+    "hunyuan_vl": (
+        "HunYuanVLProcessor",
+        {},
+        {
+            **{"image_token": "<image>", "image_start_token": "<im_start>", "image_end_token": "<im_end>"},
+            **{"pad_token": "<|endoftext|>"},
+        },
+    ),
     "idefics2": ("Idefics2Processor", {"image_seq_len": 3}, {}),
     "ovis2": ("Ovis2Processor", {"image_seq_length": 4}, {}),
 }

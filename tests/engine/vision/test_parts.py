@@ -251,6 +251,12 @@ def test_features_have_the_same_bits_in_all_schedules(bench: Bench) -> None:
             ("video_llama_3", 2),
             ("deepseek_vl_hybrid", 5),
             ("hyperclovax_vision_v2", 3),
+            ("hunyuan_vl", 2),
+            ("llava_next_video", 3),
+            ("kimi_k25", 2),
+            ("aria", 2),
+            ("fast_vlm", 14),
+            ("granite4_vision", 4),
         ],
     ],
 )

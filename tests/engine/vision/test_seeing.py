@@ -41,6 +41,10 @@ UNCOMPILED = {
     "gemma3n": "Gemma3nForConditionalGeneration",
     "hyperclovax_vision_v2": "HyperCLOVAXVisionV2ForConditionalGeneration",
     "lfm3_vl": "Lfm3VlForConditionalGeneration",
+    "hunyuan_vl": "HunYuanVLForConditionalGeneration",
+    "kimi_k25": "Kimi_K25ForConditionalGeneration",
+    "aria": "AriaForConditionalGeneration",
+    "llama4": "Llama4ForConditionalGeneration",
     "glm4v_moe": "Glm4vMoeForConditionalGeneration",
     "aya_vision": "AyaVisionForConditionalGeneration",
     "cohere2_vision": "Cohere2VisionForConditionalGeneration",
@@ -54,7 +58,7 @@ some_families = pytest.mark.parametrize(
     "family",
     [
         *("llava", "smolvlm", "qwen3_vl", "gemma3", "gemma4", "gemma4_e", "qwen3_5", "lfm2_vl", "lfm3_vl", "glm4v"),
-        *("llava_onevision", "minicpmv4_7", "ovis2", "gemma3n", "paligemma"),
+        *("llava_onevision", "minicpmv4_7", "ovis2", "gemma3n", "paligemma", "llama4", "hunyuan_vl", "granite4_vision"),
     ],
 )
 
@@ -126,7 +130,7 @@ def test_a_picture_is_seen_as_transformers_sees_it(family: str, start: Start, tr
         assert engine.model_info().slow_paths == (), "decoding is compiled, as for text"
 
 
-@pytest.mark.parametrize("family", ["granite_docling", "hyperclovax_vision_v2"])
+@pytest.mark.parametrize("family", ["granite_docling", "granite4_vision", "hyperclovax_vision_v2"])
 def test_scaled_logits_are_those_of_transformers(family: str, start: Start, reference_of: Callable[[str], Any]) -> None:
     engine = start(family)
     prompt, params = prompts(engine)[0], GREEDY.model_copy(update={"max_tokens": 3, "logprobs": 1})
@@ -218,6 +222,14 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("paligemma2", {}),
         ("deepseek_vl_hybrid", {}),
         ("hyperclovax_vision_v2", {"quantization": "int8"}),
+        ("llama4", {"quantization": "int8"}),
+        ("hunyuan_vl", {}),
+        ("kimi_k25", {}),
+        ("aria", {"quantization": "int8"}),
+        ("perception_lm", {}),
+        ("fast_vlm", {"quantization": "int4"}),
+        ("granite4_vision", {}),
+        ("granite4_vision", {"quantization": "int4"}),
     ],
 )
 def test_other_numbers_see_as_well(family: str, changes: dict[str, Any], start: Start) -> None:
@@ -343,7 +355,7 @@ def test_the_images_of_a_prompt_are_numbered_where_the_model_wants_it(family: st
     "family",
     [
         *("llava", "llava_next", "qwen2_5_vl", "internvl", "lfm2_vl", "lfm3_vl", "glm4v", "granite_docling"),
-        *("cohere2_vision", "video_llama_3", "ovis2"),
+        *("cohere2_vision", "video_llama_3", "ovis2", "llama4", "kimi_k25", "hunyuan_vl", "perception_lm"),
     ],
 )
 def test_pixels_are_bounded(family: str, start: Start) -> None:

@@ -47,9 +47,9 @@ def layer(head_dim: int, before: Sequence[Layer], *, has_head_norms: bool) -> La
 
 @pytest.mark.parametrize("has_head_norms", [False, True])
 @pytest.mark.parametrize("head_dim", [8, 12])
-@pytest.mark.parametrize("num_deep", [0, 1])
+@pytest.mark.parametrize("deep", [[], [1], [2]])
 @torch.inference_mode()
-def test_layers_compute_what_torch_does(head_dim: int, num_deep: int, *, has_head_norms: bool) -> None:
+def test_layers_compute_what_torch_does(head_dim: int, deep: list[int], *, has_head_norms: bool) -> None:
     torch.manual_seed(head_dim)
     with torch.device(DEVICE):
         own: list[Layer] = []
@@ -59,7 +59,7 @@ def test_layers_compute_what_torch_does(head_dim: int, num_deep: int, *, has_hea
         half = turns.sin()
         angles = Angles(turns.cos().repeat(1, 1, 2), torch.cat((-half, half), dim=-1))
         rows = torch.tensor([0, 2])
-        seen = Seen(rows, torch.empty(0), [torch.randn(2, SIZE)] * num_deep) if num_deep else None
+        seen = Seen(rows, torch.empty(0), {number: torch.randn(2, SIZE) for number in deep}) if deep else None
     given: list[Tensor] = []
 
     def attention(index: int, query: Tensor, keys_values: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""How many tokens LLaVA-NeXT and LLaVA-OneVision have for a picture, against transformers' processors and features."""
+"""How many tokens LLaVA-NeXT, Granite 4 Vision and LLaVA-OneVision have for a picture, against transformers' own."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import LlavaOnevisionConfig, LlavaOnevisionImageProcessorPil
 from transformers.image_processing_utils import select_best_resolution
+from transformers.models.granite4_vision.processing_granite4_vision import Granite4VisionProcessor
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 from transformers.models.llava_onevision.modeling_llava_onevision import LlavaOnevisionModel
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
@@ -66,6 +67,20 @@ def test_next_has_the_tokens_of_transformers(config: Any, own: Any, height: int,
     config = config | ({} if side == 336 else {"image_grid_pinpoints": sizes})
     assert family.options(config) == {"image_grid_pinpoints": sizes}
     theirs = theirs_of(LlavaNextProcessor, sizes, **own)
+    assert family.write(config, family.grid(config, made), "*") == theirs.replace_image_token(made, 0)
+
+
+@given(height=sides, width=sides)
+def test_granite_4_has_the_tokens_of_transformers(height: int, width: int) -> None:
+    made = {"image_sizes": np.array([(height, width)]), "pixel_values": np.zeros((1, 1, 3, 384, 384), np.uint8)}
+    sizes = [[384, 384 * count] for count in range(1, 11)] + [[768, 384], [768, 768]]
+    tower = {"vision_config": SIGLIP | {"patch_size": 16}, "vision_feature_select_strategy": "full"}
+    config = tower | {"image_grid_pinpoints": sizes, "downsample_rate": "4/8"}
+    own = {"patch_size": 16, "vision_feature_select_strategy": "full", "num_additional_image_tokens": 0}
+    theirs, family = (
+        theirs_of(Granite4VisionProcessor, sizes, **own, downsample_rate="4/8"),
+        FAMILIES["granite4_vision"],
+    )
     assert family.write(config, family.grid(config, made), "*") == theirs.replace_image_token(made, 0)
 
 

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
+from transformers.models.aria.processing_aria import AriaProcessor
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
 from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
@@ -26,10 +27,14 @@ from transformers.models.gemma4_unified.processing_gemma4_unified import Gemma4U
 from transformers.models.glm4v.modeling_glm4v import Glm4vModel
 from transformers.models.got_ocr2.processing_got_ocr2 import GotOcr2Processor
 from transformers.models.granite_docling.processing_granite_docling import GraniteDoclingProcessor
+from transformers.models.hunyuan_vl.modeling_hunyuan_vl import HunYuanVLModel
+from transformers.models.hunyuan_vl.processing_hunyuan_vl import HunYuanVLProcessor
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.janus.processing_janus import DEFAULT_SYSTEM_PROMPT, JanusProcessor
+from transformers.models.kimi_k25.processing_kimi_k25 import Kimi_K25Processor
 from transformers.models.lighton_ocr.processing_lighton_ocr import LightOnOcrProcessor
+from transformers.models.llama4.processing_llama4 import Llama4Processor
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
 from transformers.models.ovis2.processing_ovis2 import Ovis2Processor
@@ -89,6 +94,7 @@ def test_tiles_are_written_as_by_transformers(kind: str, theirs: Any, rows: int,
         "glm4v",
         "glm4v_moe",
         "glm46v",
+        "glmga",
     ],
 )
 def test_patches_are_written_as_by_transformers(kind: str, grid: tuple[int, int, int]) -> None:
@@ -222,6 +228,52 @@ def test_positions_are_those_of_transformers(
     assert [start + row for _, _, row in shown] == [offset + token for offset, token, _ in shown]
 
 
+@pytest.mark.parametrize("axes", [3, 4])
+def test_images_are_numbered_among_positions_as_by_transformers(axes: int) -> None:
+    family = FAMILIES["hunyuan_vl"]
+    rope = {"mrope_section": [2] * axes}
+    own: Any = SimpleNamespace(
+        config=SimpleNamespace(
+            vision_config=SimpleNamespace(spatial_merge_size=2), text_config=SimpleNamespace(rope_parameters=rope)
+        )
+    )
+    own.get_vision_position_ids = partial(HunYuanVLModel.get_vision_position_ids, own)
+    sizes, ids, images = [(4, 6), (2, 8), (6, 4)], [5, 5], []
+    for size in sizes:
+        made = {"image_grid_thw": np.array([(1, *size)])}
+        grid = family.grid(QWEN, made)
+        count = len(family.write(QWEN, grid, "*"))
+        theirs: Any = SimpleNamespace(
+            image_token="*",
+            cat_extra_token=True,
+            image_processor=SimpleNamespace(merge_size=2, spatial_patch_size=1),
+        )
+        assert count == len(HunYuanVLProcessor.replace_image_token(theirs, made, 0))
+        images.append(PromptImage("0" * 64, len(ids), count, grid))
+        ids += [9] * count + [5] * 3
+    tokens: Any = torch.tensor([ids])
+    grids: Any = torch.tensor([(1, *size) for size in sizes])
+    wanted, deltas = HunYuanVLModel.get_rope_index(own, tokens, (tokens == 9).int(), image_grid_thw=grids)
+    assert int(deltas) == 0
+    request = EngineRequest("r", tuple(ids), GenerationParams(), seed=0, images=tuple(images))
+    config = {"text_config": {"rope_scaling": {"xdrope_section": [2] * axes}}}
+    layout = ImageLayout.of(request, 9, 0, axes=family.axes(config))
+    for start, end in ((0, len(ids)), (7, 20), (30, len(ids) + 5)):
+        place = layout.place(start, end)
+        later = np.tile(np.arange(len(ids), len(ids) + 9), (axes, 1))
+        whole = np.concatenate([wanted[:, 0].numpy(), later], axis=1)
+        assert place.positions is not None and place.positions.tolist() == whole[:, start:end].tolist()
+    assert layout.place(len(ids), len(ids) + 5).shift == 0
+    with pytest.raises(ModelLoadError, match="gives 0 numbers of dimensions that rotate by position"):
+        family.axes({"text_config": {}})
+
+
+def test_ids_of_image_tokens_that_files_leave_out_are_those_of_transformers() -> None:
+    for kind in ("hunyuan_vl", "kimi_k25"):
+        assert completed({"model_type": kind})["image_token_id"] == AutoConfig.for_model(kind).image_token_id
+        assert completed({"model_type": kind, "image_token_id": 7})["image_token_id"] == 7
+
+
 def test_marks_tell_images_and_their_parts_apart() -> None:
     one, other = (PromptImage(digit * 64, 10, 20, (1, 4, 4)) for digit in "ab")
     assert marks([one], 0, 10) == marks([one], 30, 46) == b""
@@ -345,6 +397,36 @@ def test_command_a_vision_is_written_as_by_transformers(count: int) -> None:
     theirs: Any = Cohere2VisionProcessor.replace_image_token
     tower = {"vision_config": {"model_type": "siglip_vision_model", "image_size": 512, "patch_size": 16}}
     assert written("cohere2_vision", tower | {"downsample_factor": 2}, made) == theirs(own, made, 0)
+
+
+@pytest.mark.parametrize(("side", "crops"), [(490, 1), (980, 1), (490, 6)])
+def test_aria_is_written_as_by_transformers(side: int, crops: int) -> None:
+    made = {"pixel_values": np.zeros((crops, 3, side, side), np.int8), "num_crops": crops}
+    own = SimpleNamespace(image_token="*", size_conversion={490: 128, 980: 256})
+    theirs: Any = AriaProcessor.replace_image_token
+    tower = {"vision_config": {"patch_size": 14}}
+    assert written("aria", tower, made) == theirs(own, made, 0)
+    with pytest.raises(ModelLoadError, match="does not say in projector_patch_to_query_dict how many tokens show"):
+        written("aria", tower | {"projector_patch_to_query_dict": {"9": 2}}, made)
+
+
+@pytest.mark.parametrize("grid", [(1, 4, 6), (1, 36, 2)])
+def test_kimi_is_written_as_by_transformers(grid: tuple[int, int, int]) -> None:
+    made = {"image_grid_thw": np.array([grid])}
+    own = SimpleNamespace(image_token="*", image_processor=SimpleNamespace(merge_size=2))
+    theirs: Any = Kimi_K25Processor.replace_image_token
+    assert written("kimi_k25", {"vision_config": {}}, made) == theirs(own, made, 0)
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (1, 3), (3, 2)])
+def test_llama_4_is_written_as_by_transformers(grid: tuple[int, int]) -> None:
+    made = {"aspect_ratios": [grid], "pixel_values": np.zeros((1, 3, 336, 336), np.int8)}
+    theirs: Any = Llama4Processor
+    own = SimpleNamespace(patch_size=14, downsample_ratio=4)
+    own._prompt_split_image = partial(theirs._prompt_split_image, own)
+    tower = {"vision_config": {"image_size": 336, "patch_size": 14, "pixel_shuffle_ratio": 0.5}}
+    family = FAMILIES["llama4"]
+    assert family.write(tower, family.grid(tower, made), "<|patch|>") == theirs.replace_image_token(own, made, 0)
 
 
 def test_pictures_with_one_number_of_tokens_are_written_as_by_transformers() -> None:

@@ -1,6 +1,6 @@
-"""How pictures of LFM2-VL, Command A Vision and Gemma 4 12B are cut up, against transformers' own processors.
+"""How pictures of LFM2-VL, Command A Vision and their kind are cut up, against transformers' own processors.
 
-Those want torchvision, of which they use three functions; here they are torch's, which torchvision calls.
+Those want torchvision, of which they use four functions; here they are torch's, which torchvision calls.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import image_processing_backends
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
+from transformers.models.perception_lm.processing_perception_lm import PerceptionLMProcessor
 
 from penstock.engine.vision.families.bounds import budget
 from penstock.engine.vision.families.covering import CoveringProcessor
 from penstock.engine.vision.families.family import FAMILIES
+from penstock.engine.vision.families.fitting import FittingProcessor
 from penstock.engine.vision.families.merging import MergingProcessor
 from penstock.engine.vision.families.numbers import RESAMPLING
+from penstock.engine.vision.families.padding import PaddingProcessor
+from penstock.engine.vision.families.thumbnails import ThumbnailProcessor, tile_bounds
 from penstock.engine.vision.families.tiling import TilingProcessor
 from penstock.schemas.errors import ModelLoadError
 
@@ -42,15 +46,24 @@ def resize(image: torch.Tensor, size: Sequence[int], interpolation: Any, antiali
     return torch.nn.functional.interpolate(image, size, mode=mode, antialias=antialias)
 
 
-def normalize(image: torch.Tensor, mean: Any, std: Any, inplace: bool) -> torch.Tensor:
-    return image.sub(torch.as_tensor(mean)[:, None, None]).div_(torch.as_tensor(std)[:, None, None])
+def normalize(image: torch.Tensor, mean: Any, std: Any, inplace: bool = False) -> torch.Tensor:
+    shift, scale = (torch.as_tensor(one, dtype=image.dtype)[:, None, None] for one in (mean, std))
+    return image.sub(shift).div_(scale)
+
+
+def pad(
+    image: torch.Tensor, padding: Sequence[int], fill: int | Sequence[int], padding_mode: str = "constant"
+) -> torch.Tensor:
+    left, top, right, bottom = padding
+    assert not np.any(fill) and padding_mode == "constant"
+    return torch.nn.functional.pad(image, (left, right, top, bottom))
 
 
 @pytest.fixture(scope="module")
 def processors() -> Iterator[Callable[[str], Any]]:
     """Finds the module with transformers' processor of a family."""
     functional: Any = ModuleType("torchvision.transforms.v2.functional")
-    functional.resize, functional.normalize = resize, normalize
+    functional.resize, functional.normalize, functional.pad = resize, normalize, pad
     functional.InterpolationMode = SimpleNamespace(BILINEAR="bilinear", BICUBIC="bicubic", LANCZOS="lanczos")
     parents = [ModuleType(name) for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")]
     parents[-1].__dict__["functional"] = functional
@@ -219,8 +232,145 @@ def test_tiles_cover_as_many_rows_and_columns_as_in_transformers(
 @pytest.mark.parametrize("given", [{"size": {"height": 32, "width": 48}}, {"resample": 0}, {"do_resize": False}])
 def test_settings_with_which_nothing_can_be_covered_are_named(given: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
-    with pytest.raises(ModelLoadError, match="height and width, resample be one of 2, 3, and do_resize true"):
-        CoveringProcessor(tmp_path)
+    for kind in (CoveringProcessor, FittingProcessor):
+        with pytest.raises(ModelLoadError, match="height and width, resample be one of 2, 3, and do_resize"):
+            kind(tmp_path)
+
+
+@pytest.mark.parametrize("size", [(8, 9), (60, 40), (41, 90), (300, 70), (33, 200), (64, 64), (500, 8)])
+@pytest.mark.parametrize(
+    "given",
+    [
+        COVER,
+        COVER | {"max_patches": 6, "resample": 3, "image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.4]},
+        COVER | {"max_patches": 16, "resize_to_max_canvas": True},
+        COVER | {"max_patches": 1},
+    ],
+)
+def test_pictures_fit_into_tiles_as_by_transformers(
+    given: dict[str, Any], size: tuple[int, int], processors: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """With the same numbers, which are rounded to bfloat16 there, too."""
+    picture = noise(*size)
+    wanted = processors("llama4").Llama4ImageProcessor(**given)(images=[picture], return_tensors="pt")
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
+    made = FittingProcessor(tmp_path)(images=[picture])
+    assert [*made["aspect_ratios"][0]] == wanted["aspect_ratios"][0].tolist()
+    assert np.array_equal(made["pixel_values"], wanted["pixel_values"].float().flatten(0, -4).numpy())
+
+
+@pytest.mark.parametrize("size", [(8, 9), (60, 40), (41, 90), (300, 70), (33, 200), (64, 64), (500, 8)])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tile_size": 28, "max_num_tiles": 6},
+        {"tile_size": 56, "resample": 2, "image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.4]},
+        {"tile_size": 28, "max_num_tiles": 1},
+        {"tile_size": 28, "vision_input_type": "vanilla"},
+    ],
+)
+def test_thumbnails_and_tiles_are_those_of_transformers(
+    given: dict[str, Any], size: tuple[int, int], processors: Callable[[str], Any], tmp_path: Path
+) -> None:
+    picture = noise(*size)
+    wanted = processors("perception_lm").PerceptionLMImageProcessor(**given)(images=[picture], return_tensors="pt")
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
+    made = ThumbnailProcessor(tmp_path)(images=[picture])
+    assert np.array_equal(made["pixel_values"], wanted["pixel_values"].reshape(made["pixel_values"].shape).numpy())
+    own: Any = SimpleNamespace(image_token="*", patch_size=14, pooling_ratio=2)
+    family, config = FAMILIES["perception_lm"], {"projector_pooling_ratio": 2}
+    theirs: Any = PerceptionLMProcessor.replace_image_token
+    assert family.write(config, family.grid(config, made), "*") == theirs(own, made, 0)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(width=st.integers(8, 30_000), height=st.integers(8, 9000))
+def test_a_picture_is_stretched_over_as_many_tiles_as_in_transformers(
+    width: int, height: int, processors: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """With the settings of the published models."""
+    (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "PerceptionLMImageProcessorFast"}')
+    theirs = processors("perception_lm").PerceptionLMImageProcessor()
+    wanted = theirs._fit_image_to_canvas(width, height, 448) or theirs._find_closest_aspect_ratio(width, height, 448)
+    assert ThumbnailProcessor(tmp_path).grid(width, height, 36) == wanted
+
+
+@pytest.mark.parametrize("size", [(8, 9), (60, 40), (41, 90), (300, 70), (33, 200), (64, 64), (500, 8)])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"patch_size": 8},
+        {
+            "patch_size": 8,
+            "max_patches": 12,
+            "resample": 2,
+            "image_mean": [0.4, 0.5, 0.6],
+            "image_std": [0.2, 0.3, 0.4],
+        },
+        {"patch_size": 7, "merge_size": 3, "size": {"max_height": 6, "max_width": 6}},
+    ],
+)
+def test_pictures_are_padded_as_by_transformers(
+    given: dict[str, Any], size: tuple[int, int], processors: Callable[[str], Any], tmp_path: Path
+) -> None:
+    picture = noise(*size)
+    wanted = processors("kimi_k25").Kimi_K25ImageProcessor(**given)(images=[picture], return_tensors="pt")
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
+    made = PaddingProcessor(tmp_path)(images=[picture])
+    assert made["image_grid_thw"].tolist() == wanted["image_grid_thw"].tolist()
+    assert np.array_equal(made["pixel_values"], wanted["pixel_values"].numpy().reshape(made["pixel_values"].shape))
+    with pytest.raises(ModelLoadError, match="must have the same max_height and max_width"):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": {"max_height": 3}}))
+        PaddingProcessor(tmp_path)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(width=st.integers(8, 9000), height=st.integers(8, 9000))
+def test_sizes_before_padding_are_those_of_transformers(
+    width: int, height: int, processors: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """With the settings of the published models."""
+    (tmp_path / "preprocessor_config.json").write_text('{"auto_map": {}}')
+    wanted, _ = processors("kimi_k25").navit_resize(height, width, 14, 2, 16_384, 512)
+    assert PaddingProcessor(tmp_path).size(width, height) == wanted
+
+
+@pytest.mark.parametrize(
+    ("fewest", "most", "wanted", "tiles"),
+    [
+        *[(None, None, 6, 4), (None, 100, 1, 1), (None, 56**2 * 3 + 5, 3, 1)],
+        *[(56**2 * 8 + 1, None, 9, 9), (10**6, 56**2 * 7, 7, 4)],
+    ],
+)
+def test_a_picture_is_stretched_over_as_many_tiles_as_its_bounds_allow(
+    fewest: int | None, most: int | None, wanted: int, tiles: int, tmp_path: Path
+) -> None:
+    (tmp_path / "preprocessor_config.json").write_text('{"tile_size": 56, "max_num_tiles": 6}')
+    own = ThumbnailProcessor(tmp_path)
+    options = tile_bounds(own, fewest, most)
+    assert options == {"max_num_tiles": wanted}
+    assert own(images=[noise(50, 50)], **options)["pixel_values"].shape[1] == 1 + tiles
+
+
+@pytest.mark.parametrize("given", [{"resample": 0}, {"do_resize": False}])
+def test_settings_with_which_no_thumbnails_can_be_made_are_named(given: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
+    with pytest.raises(ModelLoadError, match="must be one of 2, 3, and do_resize true"):
+        ThumbnailProcessor(tmp_path)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(width=st.integers(8, 9000), height=st.integers(8, 9000), enlarges=st.booleans())
+def test_a_picture_fits_into_as_many_tiles_as_in_transformers(
+    width: int, height: int, enlarges: bool, processors: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """With the settings of the published models, and with those by which a picture is enlarged."""
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"resize_to_max_canvas": enlarges}))
+    theirs = processors("llama4")
+    sizes = torch.tensor(theirs.find_supported_resolutions.__wrapped__(16, SimpleNamespace(height=336, width=336)))
+    wanted = theirs.get_best_fit((height, width), sizes, enlarges)
+    rows, columns = FittingProcessor(tmp_path).grid(width, height)
+    assert [rows * 336, columns * 336] == wanted.tolist()
 
 
 @pytest.mark.parametrize("size", [(8, 9), (60, 40), (41, 90), (300, 9), (5, 700), (64, 64)])
