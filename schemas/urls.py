@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import NamedTuple, Self
-
-import httpx2
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from .errors import StartupError
+
+if TYPE_CHECKING:
+    import httpx2  # for which the processes of a server need not wait
 
 _plain = re.compile(r"[!-~]+").fullmatch
 _hidden_step = re.compile(r"%(2e|2f|5c|25|00)", re.IGNORECASE).search
@@ -16,6 +17,8 @@ _hidden_step = re.compile(r"%(2e|2f|5c|25|00)", re.IGNORECASE).search
 
 def parse_url(text: str) -> httpx2.URL:
     """Parse a URL that a request can be sent to. Raises `ValueError`, whose text does not repeat the URL."""
+    import httpx2
+
     if not _plain(text) or "\\" in text:
         raise ValueError("a URL holds neither spaces, backslashes nor characters beyond ASCII")
     try:
@@ -71,6 +74,8 @@ def goes_through_proxies(url: str) -> bool:
 
     Raises `StartupError` if `url` is none, or a proxy cannot be used.
     """
+    import httpx2
+
     try:
         host = httpx2.URL(url).host
     except httpx2.InvalidURL as error:
@@ -83,6 +88,8 @@ def goes_through_proxies(url: str) -> bool:
 
 def check_proxies() -> None:
     """Raise `StartupError` if the environment names a proxy that no HTTP client can be made with."""
+    import httpx2
+
     try:
         httpx2.Client().close()
     except (ImportError, ValueError, httpx2.InvalidURL) as error:

@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from ...config.process import die_with_parent, python, uncollected
@@ -93,6 +94,18 @@ def start_ahead(arguments: Sequence[str]) -> None:
         _started = AheadWorker()
 
 
+def _load_xgrammar() -> None:
+    """Import it now, while nothing else runs, so that the first grammar does not import transformers for it, which an
+    engine of a plain decoder needs for nothing."""
+    from ...engine.grammar.importing import import_alone
+
+    try:
+        import_alone()
+    except Exception:  # another release of xgrammar needs more of transformers than names: the first grammar imports it
+        for name in [name for name in sys.modules if name.partition(".")[0] == "xgrammar"]:
+            del sys.modules[name]
+
+
 def take_ahead() -> AheadWorker | None:
     """The worker that was started ahead; whoever takes it ends it."""
     global _started
@@ -101,7 +114,7 @@ def take_ahead() -> AheadWorker | None:
 
 
 def await_environment(load: Callable[[], object]) -> None:
-    """In a process that was started ahead: `load` the command and torch, and wait for the environment."""
+    """In a process that was started ahead: `load` the command, torch and xgrammar, and wait for the environment."""
     if (descriptor := os.environ.pop(_FILE, None)) is None:
         return
     from ...engine.cpu.process import prepare_memory
@@ -111,6 +124,7 @@ def await_environment(load: Callable[[], object]) -> None:
         import torch  # noqa: F401
 
         load()
+        _load_xgrammar()
     with open(int(descriptor), "rb") as pipe:
         text = pipe.read()
     if not text:

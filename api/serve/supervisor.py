@@ -17,10 +17,11 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import cycle
-from math import ceil
+from math import ceil, inf
 from typing import TextIO
+from urllib.parse import urlsplit
 
-import httpx2
+import orjson
 import structlog
 
 from ...config.broker import check_broker
@@ -205,13 +206,27 @@ async def ready(url: str, workers: int = 1) -> None:
     """Return when the server at `url` is ready and has at least `workers` workers."""
     # What listens on all addresses is reached at those of IPv4, too, and at them alone where IPv6 is switched off.
     urls = dict.fromkeys((url, url.replace("//[::]", "//127.0.0.1")))
-    async with httpx2.AsyncClient(timeout=5.0, trust_env=False) as client:
-        for each in cycle(urls):
-            with contextlib.suppress(httpx2.TransportError):
-                answer = await client.get(f"{each}/health/ready")
-                if answer.status_code == 200 and answer.json()["workers"] >= workers:
+    for each in cycle(urls):
+        with contextlib.suppress(OSError, ValueError):  # it is not there yet, or gone again
+            async with asyncio.timeout(5.0):
+                if await _workers(each) >= workers:
                     return
-            await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)
+
+
+async def _workers(url: str) -> float:
+    """How many workers the server at `url` has; -inf if it is not ready. Raises `OSError`.
+
+    To ask this of a child, no HTTP client is imported, nor made ready for TLS.
+    """
+    place = urlsplit(url)
+    reader, writer = await asyncio.open_connection(place.hostname, place.port)
+    try:
+        writer.write(f"GET /health/ready HTTP/1.1\r\nHost: {place.netloc}\r\nConnection: close\r\n\r\n".encode())
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    finally:
+        writer.close()
+    return float(orjson.loads(body)["workers"]) if head.startswith(b"HTTP/1.1 200 ") else -inf
 
 
 async def announce(url: str, workers: int = 1) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ...config.process import uncollected
+from ...config.process import import_structlog, uncollected
 
 
 class CommandEntry(NamedTuple):
@@ -27,6 +27,7 @@ class CommandEntry(NamedTuple):
         """Import the command."""
         module, _, name = self.home.partition(":")
         with uncollected():
+            import_structlog()
             found = getattr(import_module(f"...{module}", __package__), name)
         if not isinstance(found, typer.Typer):
             alone = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
-from rich.console import Console
 
 from ...config.settings import Settings
 from ...config.sources import flag, load, variable
@@ -92,6 +91,8 @@ def fatal_errors(exit_code: int = 2) -> Iterator[None]:
         error = error.exceptions[0]
     if error is None:
         return
+    from rich.console import Console
+
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     for fault in error.faults if isinstance(error, ConfigurationError) else [str(error)]:
         console.print(f"[bold red]error:[/] {_escaped(fault)}")

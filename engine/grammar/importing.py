@@ -1,4 +1,4 @@
-"""xgrammar without torch and transformers, for a process that does nothing but compile grammars.
+"""xgrammar without transformers, and without torch in a process that does nothing but compile grammars.
 
 xgrammar imports both, to annotate its functions and for helpers that work on tensors. They take four seconds of a slow
 processor, and 200 MiB.
@@ -30,6 +30,12 @@ class FastTokenizer:
         assert self.backend_tokenizer is not None
         return [self.backend_tokenizer.id_to_token(token) for token in ids]
 
+    def __getattr__(self, name: str) -> Any:
+        """What only another release of xgrammar reads, transformers' own tokenizer has."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._own.huggingface, name)
+
 
 class _Stand(ModuleType):
     """Stands for a module that nothing is asked of but names."""
@@ -41,9 +47,10 @@ class _Stand(ModuleType):
 
 
 def import_alone() -> None:
-    """Import xgrammar without torch and transformers, which others may import afterwards.
+    """Import xgrammar without transformers, and without torch unless it has been imported; others may import both
+    afterwards.
 
-    Only for a process with a single thread, in which nobody passes tensors to xgrammar.
+    Only for a process with a single thread, in which nobody passes tensors to an xgrammar without torch.
     """
     absent = [name for name in ("torch", "transformers") if name not in sys.modules]
     try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -13,6 +15,22 @@ from serving import Process, Start, until
 
 LONG = "x" * 100_000  # of an environment variable; Linux takes 131,072 bytes
 OWN = ("--port", "0", "--state-dir", "state")
+
+
+GRAMMAR = """
+import os, sys
+from penstock.api.serve.ahead import await_environment
+reading, writing = os.pipe()
+os.write(writing, b"{}")
+os.close(writing)
+os.environ["PENSTOCK_ENVIRONMENT_FD"] = str(reading)
+await_environment(lambda: None)
+from penstock.engine.grammar.checker import SIMPLE
+from penstock.engine.grammar.matcher import GrammarCompiler
+from penstock.engine.text.tokenizer import load_tokenizer
+GrammarCompiler(load_tokenizer(sys.argv[1], "paged")).compile(SIMPLE)
+print([name for name in ("torch", "transformers", "xgrammar") if name in sys.modules])
+"""
 
 
 def children(server: Process, word: str) -> list[psutil.Process]:
@@ -49,6 +67,11 @@ def test_it_serves_with_the_settings_that_are_read_later(start: Start, tmp_path:
     server.send(signal.SIGINT)
     assert server.wait() == 0
     assert not psutil.pid_exists(worker.pid)
+
+
+def test_its_first_grammar_imports_no_transformers(tiny_model: Path) -> None:
+    run = subprocess.run([sys.executable, "-c", GRAMMAR, str(tiny_model)], capture_output=True, text=True)
+    assert (run.stdout, run.returncode) == ("['torch', 'xgrammar']\n", 0), run.stderr
 
 
 @pytest.mark.parametrize("setting", ['backend = "echo"', 'nats_url = "127.0.0.1:1"'])

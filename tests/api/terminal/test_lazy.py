@@ -20,6 +20,14 @@ try:
 finally:
     print([name for name in {LARGE} if name in sys.modules])
 """
+FRONT = """
+import sys
+from penstock.__main__ import COMMANDS
+next(entry for entry in COMMANDS if entry.name == "front").load()
+import penstock.api.http.server
+print([name for name in ("torch", "transformers", "rich", "httpx2") if name in sys.modules])
+import rich.console
+"""
 
 
 def test_help_imports_nothing_large() -> None:
@@ -27,6 +35,11 @@ def test_help_imports_nothing_large() -> None:
     assert shown.endswith("[]\n")
     assert all(f"│ {entry.name} " in shown for entry in COMMANDS if entry.panel)
     assert "│ front " not in shown
+
+
+def test_a_front_imports_neither_an_http_client_nor_what_draws_on_terminals() -> None:
+    run = subprocess.run([sys.executable, "-c", FRONT], capture_output=True, text=True)
+    assert (run.stdout, run.returncode) == ("[]\n", 0), run.stderr
 
 
 @pytest.mark.parametrize("entry", COMMANDS, ids=lambda entry: entry.name)

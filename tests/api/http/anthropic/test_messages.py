@@ -87,7 +87,7 @@ def test_parameters_reach_the_model(client: anthropic.Anthropic) -> None:
         ({"extra_headers": {"Penstock-Resumable": "true"}}, anthropic.BadRequestError, "Idempotency-Key"),
         ({"extra_body": {"system": "x" * (8 << 20)}}, anthropic.RequestTooLargeError, "max_body_size"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:80],
 )
 @pytest.mark.parametrize("streaming", [False, True])
 def test_refusals_are_the_clients_own(
