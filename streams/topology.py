@@ -285,7 +285,7 @@ def topology(
         BucketSpec(OBJECT_DATA, ttl=max(files_ttl, responses_ttl) + GRACE, storage="file"),
         BucketSpec(DEAD_DATA, ttl=dead_ttl, storage="file", discard="old"),
         BucketSpec(IMAGES, ttl=IMAGE_WINDOW + relay_age, storage="file"),
-        BucketSpec(IDEMPOTENCY, ttl=86400.0, storage="file"),
+        BucketSpec(IDEMPOTENCY, ttl=86400.0, storage="file", discard="old"),
         BucketSpec(LEASES, ttl=leases_ttl),
         BucketSpec(FAILURES, ttl=3600.0),
         BucketSpec(RATES, ttl=RATES_TTL, discard="old"),

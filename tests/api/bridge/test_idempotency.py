@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -13,6 +14,7 @@ from applications import Applications, Script
 from asgi import ask, messages
 
 from penstock.schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, Token, Usage
+from penstock.streams.topology import IDEMPOTENCY, topology
 
 COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {"model": "echo", "prompt": "one two three", "max_tokens": 50, "ignore_eos": True}
@@ -100,6 +102,20 @@ async def test_a_request_that_was_claimed_and_never_published_is_published(age: 
     assert (response.headers["x-request-id"] == "cmpl-claimed") is same
     assert await ask(script.app, "POST", COMPLETIONS, BODY, KEY) == response
     assert len(script.jobs) == 1
+
+
+async def test_keys_of_before_make_room_for_new_ones() -> None:
+    """A client that gives each of its requests a key is never refused for them."""
+    script = await Script.start()
+    buckets = topology("penstock", ()).buckets
+    (spec,) = (spec for spec in buckets if spec.name == IDEMPOTENCY)
+    await script.broker.reconfigure([], [replace(spec, max_bytes=2_000)])
+    for number in range(20):
+        mine = {"Idempotency-Key": f"key {number}"}
+        response = await script.answer(ANSWER, "POST", COMPLETIONS, BODY, mine)
+        assert response.status == 200, response.body
+        assert await ask(script.app, "POST", COMPLETIONS, BODY, mine) == response
+    assert len(script.jobs) == 20
 
 
 BUSY = ErrorBody(503, "Busy.", "overloaded_error", "server_busy")
