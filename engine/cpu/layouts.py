@@ -13,6 +13,8 @@ from torch.nn import functional
 
 from .library import BLOCK, GROUP, INT4, PLAIN, SIX, UNEVEN, Product, span
 
+_TRIED = torch.arange(127, 112, -2)  # the levels that the largest input of a group may get, as in levels.h
+
 
 def padded(tensor: Tensor, rows: int, columns: int) -> Tensor:
     """The tensor with zeros appended up to multiples of `rows` and `columns`."""
@@ -81,13 +83,15 @@ def _numbers(product: Product, dtype: torch.dtype, start: int, stop: int) -> Ten
 
 
 def rounded_inputs(product: Product, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inputs [T, I] that the kernels multiply by the weight, in float32: `quantize_row` (levels.h) rounds them."""
+    """The inputs [T, I] that the kernels multiply by the weight, in float32: `fit_row` (levels.h) rounds them."""
     if product.kind == PLAIN or dtype != torch.bfloat16:
         return x.float()
-    groups = functional.pad(x.to(dtype).float(), (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
-    steps = groups.abs().amax(-1, keepdim=True) / 127
-    levels = (groups / steps.clamp(min=1e-30)).round_()
-    return (levels * steps).flatten(1)[:, : x.shape[1]]
+    groups = functional.pad(x.float(), (0, -x.shape[1] % GROUP)).view(len(x), -1, 1, GROUP)
+    steps = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30) / _TRIED[:, None]
+    tried = (groups / steps).round_().mul_(steps)  # [T, G, tries, GROUP]
+    best = (tried - groups).square_().sum(-1).argmin(-1)
+    rounded = tried.gather(2, best[..., None, None].expand(-1, -1, 1, GROUP))
+    return rounded.flatten(1)[:, : x.shape[1]]
 
 
 def _pairs(weight: Tensor, dtype: torch.dtype) -> Tensor:
