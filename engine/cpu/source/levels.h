@@ -29,62 +29,109 @@ INLINE Inputs inputs_at(void *memory, int64_t rows, int64_t groups) {
     return (Inputs){memory, (float *)after, (float *)(after + size), offsets, offsets + rows * groups};
 }
 
+/* ---- Rounding inputs ---- */
+
+/* Groups are rounded side by side, and lane 4 q + j of what is found is that of the group j: reductions over lanes take
+   longest. */
+enum { SIDE = 4 };
+
 /* The inputs of a group, zeros behind the last. */
 typedef struct {
     __m512 low, high;
 } Numbers;
 
 INLINE Numbers load_group(const void *x, int64_t count, int64_t g, int half) {
-    const int64_t left = count - g * GROUP;
-    Numbers n = {load(x, g * GROUP, tail_mask(left), half), _mm512_setzero_ps()};
-    if (left > 16) n.high = load(x, g * GROUP + 16, tail_mask(left - 16), half);
-    return n;
+    const int64_t i = g * GROUP, left = count - i;
+    return (Numbers){left > 0 ? load(x, i, tail_mask(left), half) : _mm512_setzero_ps(),
+                     left > 16 ? load(x, i + 16, tail_mask(left - 16), half) : _mm512_setzero_ps()};
 }
 
-/* The largest size of a group's inputs; NaN if one is. */
-INLINE float largest(Numbers n) {
+INLINE void load_groups(const void *x, int64_t count, int64_t g, Numbers n[SIDE], int half) {
+#pragma GCC unroll 4
+    for (int j = 0; j < SIDE; j++) n[j] = load_group(x, count, g + j, half);
+}
+
+#define BITS(v) _mm512_castps_si512(v)
+#define FLOATS(v) _mm512_castsi512_ps(v)
+
+/* `fold` the lanes of four vectors of whole numbers, each into one. */
+#define FOLD_FOUR(name, fold)                                                                                         \
+    INLINE __m512i name##_pairs(__m512i a, __m512i b) {                                                               \
+        const __m512 low = _mm512_unpacklo_ps(FLOATS(a), FLOATS(b)), high = _mm512_unpackhi_ps(FLOATS(a), FLOATS(b)); \
+        return fold(BITS(low), BITS(high));                                                                           \
+    }                                                                                                                 \
+    INLINE __m512i name(const __m512i v[SIDE]) {                                                                      \
+        __m512i all = name##_pairs(name##_pairs(v[0], v[2]), name##_pairs(v[1], v[3]));                               \
+        const __m512 one = FLOATS(all);                                                                               \
+        all = fold(all, BITS(_mm512_shuffle_f32x4(one, one, 0x4e)));                                                  \
+        const __m512 two = FLOATS(all);                                                                               \
+        return fold(all, BITS(_mm512_shuffle_f32x4(two, two, 0xb1)));                                                 \
+    }
+FOLD_FOUR(largest_of, _mm512_max_epu32)
+FOLD_FOUR(sums_of_ints, _mm512_add_epi32)
+
+/* The largest size of each group's inputs; NaN, which has the largest bits, if one is. */
+INLINE __m512 largest_sizes(const Numbers n[SIDE]) {
     const __m512i positive = _mm512_set1_epi32(0x7fffffff);
-    __m512i low = _mm512_and_si512(_mm512_castps_si512(n.low), positive);
-    __m512i high = _mm512_and_si512(_mm512_castps_si512(n.high), positive);
-    union { uint32_t bits; float number; } most; /* NaN has the largest bits */
-    most.bits = _mm512_reduce_max_epu32(_mm512_max_epu32(low, high));
-    return most.number;
+    __m512i sizes[SIDE];
+#pragma GCC unroll 4
+    for (int j = 0; j < SIDE; j++)
+        sizes[j] = _mm512_max_epu32(_mm512_and_si512(BITS(n[j].low), positive),
+                                    _mm512_and_si512(BITS(n[j].high), positive));
+    return FLOATS(largest_of(sizes));
 }
 
-/* By what a group's inputs are multiplied for the largest to become 127. */
-INLINE float whole_factor(float most) { return most >= 1e-30f ? 127 / most : 0; }
+/* By what a group's inputs are multiplied for the largest, `most`, to become 127. */
+INLINE __m512 factors_of(__m512 most) {
+    const __mmask16 mask = _mm512_cmp_ps_mask(most, _mm512_set1_ps(1e-30f), _CMP_GE_OQ);
+    return _mm512_maskz_mov_ps(mask, _mm512_div_ps(_mm512_set1_ps(127), most));
+}
 
-/* Store the group `at` among those of all rows: its inputs are levels times `scale`. */
-INLINE void store_group(Numbers n, float by, float scale, int64_t at, const Inputs *to) {
-    const __m512 factor = _mm512_set1_ps(by);
-    __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(n.low, factor));
-    __m512i high = _mm512_cvtps_epi32(_mm512_mul_ps(n.high, factor));
-    _mm_storeu_si128((__m128i *)(to->levels + at * GROUP), _mm512_cvtsepi32_epi8(low));
-    _mm_storeu_si128((__m128i *)(to->levels + at * GROUP + 16), _mm512_cvtsepi32_epi8(high));
-    to->halves[2 * at] = _mm512_reduce_add_epi32(low), to->halves[2 * at + 1] = _mm512_reduce_add_epi32(high);
-    const int sum = to->halves[2 * at] + to->halves[2 * at + 1];
-    to->scales[at] = scale;
-    to->totals[at] = scale * sum;
-    to->offsets[at] = -8 * sum;
+/* The lanes of so many groups, at most SIDE. */
+INLINE __mmask16 side_mask(int64_t count) { return tail_mask(count < SIDE ? count : SIDE); }
+
+/* Store the groups from `g` on of a row whose first one has the number `start`: inputs times `by` become levels. */
+INLINE void store_groups(const Numbers n[SIDE], __m512 by, __m512 scales, int64_t start, int64_t g, int64_t num_groups,
+                         const Inputs *to) {
+    const int64_t at = start + g, left = num_groups - g;
+    __m512i low[SIDE], high[SIDE];
+    float factors[16];
+    _mm512_storeu_ps(factors, by);
+#pragma GCC unroll 4
+    for (int j = 0; j < SIDE; j++) {
+        const __m512 factor = _mm512_set1_ps(factors[j]);
+        low[j] = _mm512_cvtps_epi32(_mm512_mul_ps(n[j].low, factor));
+        high[j] = _mm512_cvtps_epi32(_mm512_mul_ps(n[j].high, factor));
+        if (j >= left) continue;
+        _mm_storeu_si128((__m128i *)(to->levels + (at + j) * GROUP), _mm512_cvtsepi32_epi8(low[j]));
+        _mm_storeu_si128((__m128i *)(to->levels + (at + j) * GROUP + 16), _mm512_cvtsepi32_epi8(high[j]));
+    }
+    const __m512i lows = sums_of_ints(low), highs = sums_of_ints(high), sums = _mm512_add_epi32(lows, highs);
+    const __m512i offsets = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_setzero_si512(), sums), 3);
+    store(to->scales, at, scales, side_mask(left), 0);
+    store(to->totals, at, _mm512_mul_ps(scales, _mm512_cvtepi32_ps(sums)), side_mask(left), 0);
+    store(to->offsets, at, FLOATS(offsets), side_mask(left), 0);
+    const __m512 first = _mm512_unpacklo_ps(FLOATS(lows), FLOATS(highs));
+    const __m512 second = _mm512_unpackhi_ps(FLOATS(lows), FLOATS(highs));
+    store(to->halves, 2 * at, first, side_mask(2 * left), 0);
+    if (left > 2) store(to->halves, 2 * at + 4, second, side_mask(2 * left - 4), 0);
 }
 
 /* Quantise one row T [I], the row number `row` of `to`. A group that holds NaN or infinity gets such a scale. */
 INLINE void quantize_row(const void *x, int64_t row, int64_t count, const Inputs *to, int half) {
     const int64_t num_groups = (count + GROUP - 1) / GROUP;
-    for (int64_t g = 0; g < num_groups; g++) {
-        const Numbers n = load_group(x, count, g, half);
-        const float most = largest(n);
-        store_group(n, whole_factor(most), most / 127, row * num_groups + g, to);
+    for (int64_t g = 0; g < num_groups; g += SIDE) {
+        Numbers n[SIDE];
+        load_groups(x, count, g, n, half);
+        const __m512 most = largest_sizes(n);
+        store_groups(n, factors_of(most), _mm512_div_ps(most, _mm512_set1_ps(127)), row * num_groups, g, num_groups, to);
     }
 }
 
-/* ---- The best of several scales ---- */
-
-/* A group's largest input becomes one of these levels. With a lower one the steps are larger, but others of the inputs
-   may be closer to whole steps. The largest itself is one: no group is rounded as badly as by scales in between. */
+/* A group's largest input becomes one of these levels: 127, 125, ... With a lower one the steps are larger, but others
+   of the inputs may be closer to whole steps. The largest itself is always one. */
 enum { TRIES = 8 };
 #define TRY(i) (127.0f - 2 * (i))
-#define EACH_TRY(of) of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7)
 
 /* How far a group's inputs are from whole steps, of which each holds `by` of them, squared: 16 parts of the sum. */
 INLINE __m512 squared_rests(Numbers n, float by) {
@@ -94,42 +141,43 @@ INLINE __m512 squared_rests(Numbers n, float by) {
     return _mm512_fmadd_ps(high, high, _mm512_mul_ps(low, low));
 }
 
-/* The number of the try that rounds a group best; `by` makes its largest input 127. No branch depends on what is found:
-   nobody could predict it. */
-INLINE int best_try(Numbers n, float by) {
-#define SHARE(i) (TRY(i) / 127)
-#define AREA(i) (127 * 127 / (TRY(i) * TRY(i))) /* of a step, squared */
-#define BITS(i) (7 - (i))
-    static const float shares[] = {EACH_TRY(SHARE)}, areas[] = {EACH_TRY(AREA), EACH_TRY(AREA)};
-    static const int32_t numbers[] = {EACH_TRY(BITS), EACH_TRY(BITS)};
-    __m512 parts[TRIES], quads[2];
+/* The level that rounds a group best, of equal ones the largest; `by` makes its largest input 127. No branch depends on
+   what is found, which nobody could predict. */
+INLINE float best_level(Numbers n, float by) {
+#define EACH_TRY(of) of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7)
+#define AREA(i) (127.0f * 127 / (TRY(i) * TRY(i))) /* of a step, squared */
+#define BEHIND(i) (TRIES - 1 - (i))
+    static const float areas[] = {EACH_TRY(AREA), EACH_TRY(AREA)};
+    static const int32_t behind[] = {EACH_TRY(BEHIND), EACH_TRY(BEHIND)};
+    __m512 parts[TRIES];
 #pragma GCC unroll 8
-    for (int i = 0; i < TRIES; i++) parts[i] = squared_rests(n, by * shares[i]);
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++) quads[i] = interleaved_sums(parts + 4 * i);
-    const __m512 halves = quarters_sum(quads[0], quads[1]), sums = quarters_sum(halves, halves); /* twice */
-    /* The largest of the inverted bits is the least sum's; its last three become its number, and the first wins. */
-    const __m512i inverted = _mm512_xor_si512(_mm512_castps_si512(_mm512_mul_ps(sums, _mm512_loadu_ps(areas))),
-                                              _mm512_set1_epi32(-1));
-    const __m512i keys = _mm512_and_si512(inverted, _mm512_set1_epi32(-TRIES));
-    return 7 - (_mm512_reduce_max_epu32(_mm512_xor_si512(keys, _mm512_loadu_si512(numbers))) & 7);
+    for (int i = 0; i < TRIES; i++) parts[i] = squared_rests(n, by * (TRY(i) / 127));
+    const __m512 halves = quarters_sum(interleaved_sums(parts), interleaved_sums(parts + 4));
+    const __m512 sums = _mm512_mul_ps(quarters_sum(halves, halves), _mm512_loadu_ps(areas)); /* all of them twice */
+    /* The least sum has the largest inverted bits, of which the last three become the number of tries behind. */
+    const __m512i inverted = _mm512_and_si512(_mm512_xor_si512(BITS(sums), _mm512_set1_epi32(-1)),
+                                              _mm512_set1_epi32(-TRIES));
+    const uint32_t best = _mm512_reduce_max_epu32(_mm512_xor_si512(inverted, _mm512_loadu_si512(behind)));
+    return TRY(BEHIND((int)(best % TRIES)));
 }
 
-/* Quantise one row as `quantize_row` does, with the best of the scales for each group. Each pass over all groups leaves
-   to the next what is best computed for several of them at a time. */
+/* Quantise one row as `quantize_row` does, with the best of the scales for each group. What one pass over all groups
+   finds waits for the next: short passes compute more groups at a time. */
 INLINE void fit_row(const void *x, int64_t row, int64_t count, const Inputs *to, int half) {
-    static const float levels[] = {EACH_TRY(TRY)};
     const int64_t num_groups = (count + GROUP - 1) / GROUP, start = row * num_groups;
-    float *most = to->scales + start, *by = to->totals + start;
-    int32_t *best = to->offsets + start;
-    for (int64_t g = 0; g < num_groups; g++) {
-        most[g] = largest(load_group(x, count, g, half));
-        by[g] = whole_factor(most[g]);
+    float sizes[num_groups + 16], factors[num_groups + 16], levels[num_groups + 16];
+    Numbers n[SIDE];
+    for (int64_t g = 0; g < num_groups; g += SIDE) {
+        load_groups(x, count, g, n, half);
+        const __m512 most = largest_sizes(n);
+        _mm512_storeu_ps(sizes + g, most), _mm512_storeu_ps(factors + g, factors_of(most));
     }
-    for (int64_t g = 0; g < num_groups; g++) best[g] = best_try(load_group(x, count, g, half), by[g]);
-    for (int64_t g = 0; g < num_groups; g++) {
-        const float level = levels[best[g]];
-        store_group(load_group(x, count, g, half), by[g] * (level / 127), most[g] / level, start + g, to);
+    for (int64_t g = 0; g < num_groups; g++) levels[g] = best_level(load_group(x, count, g, half), factors[g]);
+    for (int64_t g = 0; g < num_groups; g += SIDE) {
+        const __m512 most = _mm512_loadu_ps(sizes + g), own = _mm512_loadu_ps(levels + g);
+        const __m512 by = _mm512_mul_ps(_mm512_loadu_ps(factors + g), _mm512_div_ps(own, _mm512_set1_ps(127)));
+        load_groups(x, count, g, n, half);
+        store_groups(n, by, _mm512_div_ps(most, own), start, g, num_groups, to);
     }
 }
 
