@@ -82,12 +82,14 @@ def _numbers(product: Product, dtype: torch.dtype, start: int, stop: int) -> Ten
     return (exact.add_(groups[1, :, :, None]) if product.has_zeros else exact).flatten(1)[:, : product.inputs]
 
 
-def rounded_inputs(product: Product, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inputs [T, I] that the kernels multiply by the weight, in float32: `fit_row` (levels.h) rounds them."""
+def rounded_inputs(product: Product, x: Tensor, dtype: torch.dtype, is_fitted: bool = True) -> Tensor:
+    """The inputs [T, I] that the kernels multiply by the weight, in float32: `fit_row` (levels.h) rounds them, and
+    `quantize_row` those of a layer's later products, not `is_fitted`, which are of the dtype before."""
     if product.kind == PLAIN or dtype != torch.bfloat16:
         return x.float()
-    groups = functional.pad(x.float(), (0, -x.shape[1] % GROUP)).view(len(x), -1, 1, GROUP)
-    steps = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30) / _TRIED[:, None]
+    exact, tried = (x, _TRIED) if is_fitted else (x.to(dtype), _TRIED[:1])
+    groups = functional.pad(exact.float(), (0, -x.shape[1] % GROUP)).view(len(x), -1, 1, GROUP)
+    steps = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30) / tried[:, None]
     tried = (groups / steps).round_().mul_(steps)  # [T, G, tries, GROUP]
     best = (tried - groups).square_().sum(-1).argmin(-1)
     rounded = tried.gather(2, best[..., None, None].expand(-1, -1, 1, GROUP))
