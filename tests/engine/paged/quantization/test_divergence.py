@@ -1,4 +1,4 @@
-"""What rounding the inputs of products costs: the bundled model's answers beside those of the same weights in float32."""
+"""What rounding the inputs of products costs: the bundled model beside the same weights in float32."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTH, TEXTS = 32, 32
 @pytest.mark.skipif(not set(cpu_flags().split()) >= KERNEL_FLAGS, reason="the kernels need AVX2")
 @pytest.mark.parametrize("method", ["int8", "int4"])
 def test_rounding_inputs_changes_answers_little(method: str) -> None:
-    """0.00086; by one scale for each group, or from numbers in bfloat16, it would be 0.00099 and 0.00091."""
+    """By 0.00086; by one scale for each group, from numbers in bfloat16, it would be 0.00099."""
     model = str(resolve_model(BUNDLED))
     texts = split(BUNDLED_TEXT.read_text("utf-8"), model, LENGTH)[:TEXTS]
     exact, rounded = (
