@@ -87,8 +87,13 @@ INLINE __m512 factors_of(__m512 most) {
     return _mm512_maskz_mov_ps(mask, _mm512_div_ps(_mm512_set1_ps(127), most));
 }
 
-/* The lanes of so many groups, at most SIDE. */
-INLINE __mmask16 side_mask(int64_t count) { return tail_mask(count < SIDE ? count : SIDE); }
+/* Store the first `count` lanes, at most SIDE, as the words from `at` on: masks are slow on some processors. */
+INLINE void store_words(void *to, int64_t at, __m512 v, int64_t count) {
+    float words[16];
+    _mm512_storeu_ps(words, v);
+    if (count >= SIDE) memcpy((uint8_t *)to + 4 * at, words, 4 * SIDE);
+    else if (count > 0) memcpy((uint8_t *)to + 4 * at, words, 4 * count);
+}
 
 /* Store the groups from `g` on of a row whose first one has the number `start`: inputs times `by` become levels. */
 INLINE void store_groups(const Numbers n[SIDE], __m512 by, __m512 scales, int64_t start, int64_t g, int64_t num_groups,
@@ -108,13 +113,11 @@ INLINE void store_groups(const Numbers n[SIDE], __m512 by, __m512 scales, int64_
     }
     const __m512i lows = sums_of_ints(low), highs = sums_of_ints(high), sums = _mm512_add_epi32(lows, highs);
     const __m512i offsets = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_setzero_si512(), sums), 3);
-    store(to->scales, at, scales, side_mask(left), 0);
-    store(to->totals, at, _mm512_mul_ps(scales, _mm512_cvtepi32_ps(sums)), side_mask(left), 0);
-    store(to->offsets, at, FLOATS(offsets), side_mask(left), 0);
-    const __m512 first = _mm512_unpacklo_ps(FLOATS(lows), FLOATS(highs));
-    const __m512 second = _mm512_unpackhi_ps(FLOATS(lows), FLOATS(highs));
-    store(to->halves, 2 * at, first, side_mask(2 * left), 0);
-    if (left > 2) store(to->halves, 2 * at + 4, second, side_mask(2 * left - 4), 0);
+    store_words(to->scales, at, scales, left);
+    store_words(to->totals, at, _mm512_mul_ps(scales, _mm512_cvtepi32_ps(sums)), left);
+    store_words(to->offsets, at, FLOATS(offsets), left);
+    store_words(to->halves, 2 * at, _mm512_unpacklo_ps(FLOATS(lows), FLOATS(highs)), 2 * left);
+    store_words(to->halves, 2 * at + 4, _mm512_unpackhi_ps(FLOATS(lows), FLOATS(highs)), 2 * left - 4);
 }
 
 /* Quantise one row T [I], the row number `row` of `to`. A group that holds NaN or infinity gets such a scale. */
