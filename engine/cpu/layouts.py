@@ -13,6 +13,8 @@ from torch.nn import functional
 
 from .library import BLOCK, GROUP, INT4, PLAIN, SIX, UNEVEN, Product, span
 
+_TRIED = torch.arange(127, 112, -2)  # the levels that the largest input of a group may get, as in levels.h
+
 
 def padded(tensor: Tensor, rows: int, columns: int) -> Tensor:
     """The tensor with zeros appended up to multiples of `rows` and `columns`."""
@@ -80,14 +82,18 @@ def _numbers(product: Product, dtype: torch.dtype, start: int, stop: int) -> Ten
     return (exact.add_(groups[1, :, :, None]) if product.has_zeros else exact).flatten(1)[:, : product.inputs]
 
 
-def rounded_inputs(product: Product, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inputs [T, I] that the kernels multiply by the weight, in float32: `quantize_row` (levels.h) rounds them."""
+def rounded_inputs(product: Product, x: Tensor, dtype: torch.dtype, is_fitted: bool = True) -> Tensor:
+    """The inputs [T, I] that the kernels multiply by the weight, in float32: `fit_row` (levels.h) rounds them, and
+    `quantize_row` those of a layer's later products, not `is_fitted`, which are of the dtype before."""
     if product.kind == PLAIN or dtype != torch.bfloat16:
         return x.float()
-    groups = functional.pad(x.to(dtype).float(), (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
-    steps = groups.abs().amax(-1, keepdim=True) / 127
-    levels = (groups / steps.clamp(min=1e-30)).round_()
-    return (levels * steps).flatten(1)[:, : x.shape[1]]
+    exact, tried = (x, _TRIED) if is_fitted else (x.to(dtype), _TRIED[:1])
+    groups = functional.pad(exact.float(), (0, -x.shape[1] % GROUP)).view(len(x), -1, 1, GROUP)
+    steps = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30) / tried[:, None]
+    tried = (groups / steps).round_().mul_(steps)  # [T, G, tries, GROUP]
+    best = (tried - groups).square_().sum(-1).argmin(-1)
+    rounded = tried.gather(2, best[..., None, None].expand(-1, -1, 1, GROUP))
+    return rounded.flatten(1)[:, : x.shape[1]]
 
 
 def _pairs(weight: Tensor, dtype: torch.dtype) -> Tensor:

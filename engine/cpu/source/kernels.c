@@ -327,22 +327,11 @@ INLINE void rotate_and_store(Thread *t, const Model *m, const Layer *l, const To
     wait_for_all(t);
 }
 
-INLINE __m512 interleaved_sum(__m512 a, __m512 b) {
-    return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-}
-
-INLINE __m512 quarters_sum(__m512 a, __m512 b) {
-    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-}
-
 /* The sums of 16 vectors, in their order: 45 operations, where 16 times `_mm512_reduce_add_ps` takes 112. */
 INLINE __m512 sums_of(const __m512 v[16]) {
     __m512 quads[4];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) { /* lane 4 q + j: a part of the sum of v[4 i + j] */
-        __m512 a = interleaved_sum(v[4 * i], v[4 * i + 2]), b = interleaved_sum(v[4 * i + 1], v[4 * i + 3]);
-        quads[i] = interleaved_sum(a, b);
-    }
+    for (int i = 0; i < 4; i++) quads[i] = interleaved_sums(v + 4 * i);
     return quarters_sum(quarters_sum(quads[0], quads[1]), quarters_sum(quads[2], quads[3]));
 }
 
@@ -658,16 +647,23 @@ void use_openmp(void *parallel, void *thread_num, void *num_threads) {
 }
 
 /* Rows r = 0 to `rows` of the residual stream, normalised if there are weights for that, become inputs; `indices` says
-   which if not NULL. */
+   which if not NULL. Levels are made of the float32 numbers, and with the best scales: most of what rounding inputs
+   changes in the answers comes from these. */
 INLINE void take_rows(Thread *t, const Model *m, const float *weight, float epsilon, const int64_t *indices,
                       int64_t rows, int to_levels, const Inputs *levels, int half) {
     const int64_t E = m->embedding;
     EACH(r, t, rows) {
         const float *from = m->stream + (indices ? indices[r] : r) * E;
         uint8_t *to = (uint8_t *)m->input + r * E * (half ? 2 : 4);
-        if (weight) rms_norm(from, weight, epsilon, E, to, half);
-        else copy_numbers(from, E, to, half);
-        if (to_levels) quantize_row(m->input, r, E, levels, half);
+        if (!to_levels) {
+            if (weight) rms_norm(from, weight, epsilon, E, to, half);
+            else copy_numbers(from, E, to, half);
+            continue;
+        }
+        float normed[E];
+        if (weight) rms_norm(from, weight, epsilon, E, normed, 0), from = normed;
+        copy_numbers(from, E, to, half);
+        fit_row(from, r, E, levels, 0);
     }
     wait_for_all(t);
 }
@@ -842,8 +838,9 @@ INLINE void add_input(Thread *t, const Model *m, const Layer *l, Adapters *own, 
     EACH(r, t, rows) {
         const int64_t row = indices ? indices[r] : r;
         const float *inputs = m->layer_inputs->made + row * m->layer_inputs->projection.outputs + l->input.start;
-        multiply_numbers(m->gates + r * size, inputs, size, (uint8_t *)m->gated + r * size * (half ? 2 : 4), half);
-        if (takes_levels(projection, half)) quantize_row(m->gated, r, size, &gated, half);
+        uint8_t *to = (uint8_t *)m->gated + r * size * (half ? 2 : 4);
+        multiply_numbers(m->gates + r * size, inputs, size, to, half);
+        if (takes_levels(projection, half)) quantize_row(to, r, size, &gated, half);
     }
     wait_for_all(t);
     added(t, m, projection, own, INPUT_PROJECTION, m->gated, &gated, rows, l->input.norm, l->input.epsilon, NULL, half);
@@ -1119,7 +1116,11 @@ static void compute_rows(void *given) {
     Rows *g = given;
     Thread t = this_thread(&g->team);
     if (g->half) {
-        quantize(&t, g->product, g->x, g->rows, g->levels, 1);
+        const int64_t inputs = g->product->inputs;
+        if (takes_levels(g->product, 1)) {
+            EACH(r, &t, g->rows) fit_row((const uint16_t *)g->x + r * inputs, r, inputs, g->levels, 1);
+            wait_for_all(&t);
+        }
         product_bf16(&t, g->product, g->x, g->levels, g->rows, g->to, ROUND, NULL, NULL);
     } else {
         product_f32(&t, g->product, g->x, NULL, g->rows, g->to, ROUND, NULL, NULL);

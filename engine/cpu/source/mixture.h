@@ -109,8 +109,9 @@ INLINE void mix(Thread *t, const Mixture *m, const void *x, int64_t rows, const 
     for (int64_t i = 0; i < num_slots; i++) given[next[room->chosen[i]]++] = i;
     EACH(slot, t, num_slots) {
         const int64_t row = given[slot] / m->used;
-        memcpy((uint8_t *)room->inputs + slot * E * size, (const uint8_t *)x + row * E * size, E * size);
-        if (takes_levels(m->inner, half)) quantize_row(room->inputs, slot, E, &in, half);
+        uint8_t *own = (uint8_t *)room->inputs + slot * E * size;
+        memcpy(own, (const uint8_t *)x + row * E * size, E * size);
+        if (takes_levels(m->inner, half)) fit_row(own, slot, E, &in, half);
     }
     wait_for_all(t);
     GUIDED(item, t, num_visits * blocks(m->inner)) {
@@ -125,11 +126,12 @@ INLINE void mix(Thread *t, const Mixture *m, const void *x, int64_t rows, const 
     }
     wait_for_all(t);
     EACH(slot, t, num_slots) {
+        uint8_t *own = (uint8_t *)room->gated + slot * I * size;
         for (int64_t i = 0; i < I; i += 16) {
             __mmask16 mask = tail_mask(I - i);
-            store(room->gated, slot * I + i, gated(m, room->sums + slot * 2 * I, I, i, mask), mask, half);
+            store(own, i, gated(m, room->sums + slot * 2 * I, I, i, mask), mask, half);
         }
-        if (takes_levels(m->outer, half)) quantize_row(room->gated, slot, I, &between, half);
+        if (takes_levels(m->outer, half)) quantize_row(own, slot, I, &between, half);
     }
     wait_for_all(t);
     GUIDED(block, t, blocks(m->outer)) {

@@ -159,7 +159,7 @@ INLINE int takes_levels(const Product *p, int half) { return half && p->kind != 
 /* Quantise inputs T [rows, I] into `to`, for products that share them. Every thread must call it. */
 INLINE void quantize(Thread *t, const Product *p, const void *x, int64_t rows, const Inputs *to, int half) {
     if (!takes_levels(p, half)) return;
-    EACH(r, t, rows) quantize_row(x, r, p->inputs, to, half);
+    EACH(r, t, rows) quantize_row((const uint8_t *)x + r * p->inputs * (half ? 2 : 4), r, p->inputs, to, half);
     wait_for_all(t);
 }
 

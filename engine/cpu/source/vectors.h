@@ -70,6 +70,19 @@ INLINE void streamed(void) {
 #endif
 }
 
+INLINE __m512 interleaved_sum(__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+}
+
+INLINE __m512 quarters_sum(__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+
+/* Lane 4 q + j: a part of the sum of v[j]. */
+INLINE __m512 interleaved_sums(const __m512 v[4]) {
+    return interleaved_sum(interleaved_sum(v[0], v[2]), interleaved_sum(v[1], v[3]));
+}
+
 /* e^x within 2 units in the last place: 2^n times a polynomial on |r| <= ln 2 / 2. NaN stays NaN. */
 INLINE __m512 exponential(__m512 x) {
     x = _mm512_max_ps(_mm512_set1_ps(-104), _mm512_min_ps(_mm512_set1_ps(89), x));

@@ -33,6 +33,7 @@ _LAYER = {torch.float32: 1e-4, torch.bfloat16: 0.03}  # the bound for one layer'
 _MODEL = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # the least bound for the whole model's, or
 _CLOSE = 0.05  # the distance of routes that rounding may exchange, in standard deviations of a row's
 _STEEP = 0.5  # the same where rounding may exchange experts, or inputs become levels; a wrong model is 1 off or more
+_LATER = {"output", "down", "input_projection"}  # a layer's products of what its others have made
 _TOGETHER = 33  # tokens of a piece, more than twice as many as keys are read together
 _FACTOR = 3  # times torch's own distance from float32: which of two roundings is nearer is chance
 
@@ -134,14 +135,17 @@ def distance(right: Tensor, other: Tensor) -> float:
 class _Exact(Unfused):
     """A product with the numbers that the kernels multiply, computed in float32."""
 
-    def __init__(self, product: Product, dtype: torch.dtype, kernels: Kernels | None = None) -> None:
-        """With `kernels`, they compute with levels, in float32 as well: torch would take minutes for all experts."""
+    def __init__(
+        self, product: Product, dtype: torch.dtype, kernels: Kernels | None = None, is_fitted: bool = True
+    ) -> None:
+        """With `kernels`, they compute with levels, in float32 as well: torch would take minutes for all experts. See
+        `rounded_inputs` for `is_fitted`."""
         self.product: Product = product
-        self._dtype, self._kernels = dtype, kernels
+        self._dtype, self._kernels, self._is_fitted = dtype, kernels, is_fitted
 
     def __call__(self, x: Tensor) -> Tensor:
         product, blocks = self.product, -(-self.product.outputs // BLOCK)
-        x = rounded_inputs(product, x, self._dtype)
+        x = rounded_inputs(product, x, self._dtype, self._is_fitted)
         if self._kernels is not None and product.kind != PLAIN:
             return self._kernels.multiply(product, x)
         count = max(1, _NUMBERS // (BLOCK * product.inputs))
@@ -164,7 +168,7 @@ class _Kept(_Exact):
         self._kept = kept
 
     def __call__(self, x: Tensor) -> Tensor:
-        made = super().__call__(x.to(self._dtype).float())
+        made = super().__call__(x.to(self._dtype).float() if self.product.kind == PLAIN else x)
         made[:, self._kept] = made[:, self._kept].to(self._dtype).float()
         return made
 
@@ -194,7 +198,8 @@ class Choice:
         mixed, h = torch.zeros_like(h), self._routed.prepare(h)
         for part, products in zip(right.T, self._routed.packed.pairs, strict=True):
             if len(visits := part.nonzero()[:, 0]):
-                inner, outer = (_Exact(known, dtype, self._routed.kernels) for known in known_products(products))
+                both = zip(known_products(products), (True, False), strict=True)
+                inner, outer = (_Exact(known, dtype, self._routed.kernels, fitted) for known, fitted in both)
                 mixed[visits] += part[visits, None] * outer(self._routed.packed.activate(inner(h[visits])))
         return mixed[None, rows]
 
@@ -248,7 +253,7 @@ class _Reference:
     def _advance(self, index: int, x: Tensor, choice: Choice | None, inputs: Tensor | None) -> Tensor:
         layer: Any = copy(self._decoder.layers[index])
         for name in layer.names:
-            setattr(layer, name, self._exact(getattr(layer, name).product))
+            setattr(layer, name, self._exact(getattr(layer, name).product, name not in _LATER))
         if layer.state is not None:
             layer.state = state = layer.state.apart(2 * self._num_slots, len(x))
             if layer.is_delta_net or layer.is_mamba:
@@ -260,9 +265,9 @@ class _Reference:
     def head(self, x: Tensor) -> Tensor:
         return self._decoder.scaled(self._exact(self._decoder.head.product)(self._decoder.norm(x)))
 
-    def _exact(self, product: Product | None) -> _Exact:
+    def _exact(self, product: Product | None, is_fitted: bool = True) -> _Exact:
         assert product is not None
-        return _Exact(product, self._setting.dtype)
+        return _Exact(product, self._setting.dtype, is_fitted=is_fitted)
 
     def _attend(self, index: int, query: Tensor, keys_values: Tensor | None) -> Tensor:
         setting, group = self._setting, self._setting.group_of[index]
