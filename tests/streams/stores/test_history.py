@@ -268,6 +268,33 @@ async def test_the_items_of_a_conversation_are_not_copied(archive: Archive) -> N
     assert await archive.told(begun) == [f"resp_{number}" for number in range(5)]
 
 
+async def test_a_conversation_in_use_keeps_its_beginning(archive: Archive) -> None:
+    """Each item expired for itself, and the model was told the rest without a word."""
+    name = await talk(archive, 3)
+    buckets = [await archive.broker.bucket(bucket) for bucket in (RESPONSES, OBJECT_DATA)]
+    before = [(bucket, entry) for bucket in buckets for entry in await bucket.entries()]
+    archive.time += TTL * COPY_AFTER + 1
+    begun = await archive.make(conversation=name)
+    size = await archive.kept()
+    for bucket, entry in before:  # as if they had expired
+        now = await bucket.get(entry.key)
+        if now is not None and now.revision == entry.revision:
+            await bucket.delete(entry.key)
+    assert await archive.told(begun) == ["resp_0", "resp_1", "resp_2"]
+    assert await archive.kept() == size, "nothing of it is stored twice"
+
+
+async def test_a_conversation_is_read_while_it_is_renewed(archive: Archive) -> None:
+    name = await talk(archive, 20)
+    conversation = await archive.conversations.read("t", name)
+    assert conversation is not None
+    archive.time += TTL
+    renewing = asyncio.create_task(archive.conversations.use("t", name, archive.time, 0.0))
+    while not renewing.done():
+        assert len(await archive.conversations.items("t", conversation)) == 20
+    await renewing
+
+
 async def test_a_deleted_conversation_is_kept_for_its_responses(archive: Archive) -> None:
     name, unused = await talk(archive, 3), await talk(archive, 1)
     begun = await archive.make(conversation=name)
