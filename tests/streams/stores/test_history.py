@@ -18,7 +18,7 @@ from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.stores import history
 from penstock.streams.stores.conversations import Conversation, Conversations
 from penstock.streams.stores.history import COPY_AFTER, MAX_LINKS, History
-from penstock.streams.stores.objects import Objects
+from penstock.streams.stores.objects import ObjectInfo, Objects
 from penstock.streams.stores.responses import ResponseLog
 from penstock.streams.topology import OBJECT_DATA, RESPONSES, topology
 
@@ -285,14 +285,19 @@ async def test_a_conversation_in_use_keeps_its_beginning(archive: Archive) -> No
 
 
 async def test_a_conversation_is_read_while_it_is_renewed(archive: Archive) -> None:
-    name = await talk(archive, 20)
-    conversation = await archive.conversations.read("t", name)
+    name, parts = await talk(archive, 1), archive.conversations._parts
+    conversation, key = await archive.conversations.read("t", name), f"t.{name}.part0"
+    seen = [await parts.info(key)]
+    await parts.renew(key)
+
+    class Slow(Objects):
+        async def info(self, name: str) -> ObjectInfo | None:
+            return seen.pop() if seen else await super().info(name)
+
+    slow = Slow(parts._infos, parts._data, parts._chunk, parts.now)
     assert conversation is not None
-    archive.time += TTL
-    renewing = asyncio.create_task(archive.conversations.use("t", name, archive.time, 0.0))
-    while not renewing.done():
-        assert len(await archive.conversations.items("t", conversation)) == 20
-    await renewing
+    (item,) = await Conversations(archive.conversations._heads, slow).items("t", conversation)
+    assert item["content"] == TEXT
 
 
 async def test_a_deleted_conversation_is_kept_for_its_responses(archive: Archive) -> None:
