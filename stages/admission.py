@@ -126,6 +126,10 @@ class AdmissionControl:
             self._gates[priority].is_open = is_open
         self.last = self.last.model_copy(update={"accepting": accepting})
 
+    def waiting(self, priority: Priority, tenant: str) -> int:
+        """How many of a tenant waited at the last update."""
+        return self._waiting.get(priority, {}).get(tenant, 0)
+
     def wait(self, priority: Priority, tenant: str) -> float:
         """Seconds that a tenant's request would now wait: until those before it have gone, at the rate at which all go.
 

@@ -33,6 +33,7 @@ log = structlog.get_logger(__name__)
 
 _LEAST_WAIT = 1.0  # seconds; an estimate below is no reason to refuse
 EVERYWHERE = 16  # looks at the busy lanes for each one at all of them
+_TOO_MANY = "Too many requests of {} wait already."
 MOST_REMEMBERED = 30_000  # of jobs in a lane that are remembered, to be deleted when they are cancelled
 
 
@@ -123,6 +124,9 @@ class Queue(JobStage):
         now = gate.control.last
         retry_after = now.retry_after[job.priority]
         if delivery.attempt == 1:  # otherwise it may be queued already, and only the acknowledgement was lost
+            # The stream of the lane has room for more where the limit was lowered while they waited.
+            if gate.control.waiting(job.priority, job.tenant) > (self.pipe.settings.tenant_limit or math.inf):
+                raise QuotaExceeded(_TOO_MANY.format(job.tenant), retry_after=retry_after)
             if not now.accepts(job.priority, job.tenant):
                 raise Overloaded(f"The {job.priority} queue is full.", code="queue_full", retry_after=retry_after)
             if (wait := gate.control.wait(job.priority, job.tenant)) > max(_LEAST_WAIT, job.deadline - self.pipe.now()):
@@ -137,9 +141,7 @@ class Queue(JobStage):
             if error.storage:
                 raise StorageFull(STORE_FULL) from None
             if error.per_subject:
-                raise QuotaExceeded(
-                    f"Too many requests of {job.tenant} wait already.", retry_after=retry_after
-                ) from None
+                raise QuotaExceeded(_TOO_MANY.format(job.tenant), retry_after=retry_after) from None
             raise Overloaded(f"The {job.priority} queue is full.", code="queue_full", retry_after=retry_after) from None
         if gate.is_quiet:
             gate.is_quiet = False

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator
+from math import inf
 from typing import Any
 
-from ...schemas.bounds import LONG, load_json
+from ...schemas.bounds import LONG, load_json, parse_json
 from ...schemas.errors import InvalidRequest
 from ...schemas.openai.batches import MESSAGES, RESPONSES, BatchEndpoint, Fault
 from ...schemas.openai.completions import KINDS
@@ -85,7 +86,13 @@ async def line_of(raw: bytes, endpoint: BatchEndpoint) -> dict[str, Any]:
     return read_line(raw, endpoint) if len(raw) <= LONG else await asyncio.to_thread(read_line, raw, endpoint)
 
 
-async def read_lines(data: AsyncIterable[bytes], limit: int) -> AsyncIterator[tuple[int, bytes]]:
+async def checked_line(raw: bytes) -> dict[str, Any]:
+    """A line that `check_lines` has found right before, perhaps under other settings or in another release."""
+    line: dict[str, Any] = parse_json(raw) if len(raw) <= LONG else await asyncio.to_thread(parse_json, raw)
+    return line
+
+
+async def read_lines(data: AsyncIterable[bytes], limit: float = inf) -> AsyncIterator[tuple[int, bytes]]:
     """The lines that are not blank, with their numbers from 1; reading ends with a line longer than `limit` bytes."""
     rest, number = b"", 0
     async for chunk in data:

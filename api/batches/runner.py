@@ -44,7 +44,7 @@ from ..bridge.reading import Reading
 from ..bridge.response_reading import ResponseReading
 from ..render.openai import error_payload
 from .dialects import Answer, prepared, request_id
-from .input import check_lines, line_of, read_lines
+from .input import check_lines, checked_line, read_lines
 from .results import Results
 
 log = structlog.get_logger(__name__)
@@ -142,7 +142,6 @@ class _Run:
         self._delivery = delivery
         self._files = files
         self._results = Results(self.batch, results, files)
-        self._limit = runner.settings.max_body_size
         self._tally: Counter[Ending] = Counter()  # lines
         self._open: set[Reading] = set()
         self._cancelled = asyncio.Event()  # set by _beat
@@ -165,7 +164,8 @@ class _Run:
             gone = Fault(code="input_file_not_found", message="The input file was deleted.", param="input_file_id")
             return await self._fail([gone])
         if not batch.request_counts.total:
-            total, faults = await check_lines(self._files.read(input), self._limit, batch.endpoint)
+            limit = self._runner.settings.max_body_size
+            total, faults = await check_lines(self._files.read(input), limit, batch.endpoint)
             if faults:
                 return await self._fail(faults)
             await self._move({"validating": "in_progress"}, request_counts=Counts(total=total))
@@ -203,12 +203,12 @@ class _Run:
         inherited = most if self._delivery.attempt > 1 else 0  # lines without a result whose jobs may have been begun
         number = 0
         async with asyncio.TaskGroup() as group:
-            async for _, raw in read_lines(self._files.read(input), self._limit):
+            async for _, raw in read_lines(self._files.read(input)):
                 if (ending := await self._results.ending(number)) is not None:
                     self._tally[ending] += 1
                 else:
                     await window.acquire()
-                    line = await line_of(raw, self.batch.endpoint)
+                    line = await checked_line(raw)
                     task = group.create_task(self._answer(number, line, inherited > 0))
                     task.add_done_callback(lambda _: window.release())
                     inherited -= 1

@@ -10,6 +10,7 @@ import structlog
 from ...schemas.errors import StartupError
 from .checks import check_fixed, refused
 from .connection.link import Link
+from .direct import held_subjects
 from .management import (
     NO_PEERS,
     STREAM_EXISTS,
@@ -93,11 +94,30 @@ async def shape(link: Link, configs: Sequence[Json]) -> None:
         config["max_consumers"] = old["max_consumers"]
         try:
             # An operator's additions, such as a placement, stay.
-            await call(link, f"STREAM.UPDATE.{config['name']}", old | config)
+            new = old | config
+            if config["discard"] == "new" and _lowers(config, old, "max_msgs_per_subject"):
+                new = await _keeping_what_waits(link, old, new)
+            await call(link, f"STREAM.UPDATE.{config['name']}", new)
         except ApiError as error:
             raise refused(config, error) from error
     if link.has("cluster"):
         await _copied(link, configs)
+
+
+def _lowers(wanted: Json, present: Json, limit: str) -> bool:
+    """Whether a limit becomes lower; no limit is -1."""
+    return wanted[limit] > 0 and not 0 < present[limit] <= wanted[limit]
+
+
+async def _keeping_what_waits(link: Link, old: Json, new: Json) -> Json:
+    """`new` with room for all that the stream holds on any subject: the server deletes what is beyond that limit, and
+    no other, of a stream that discards new messages. Until it is changed the stream takes no more."""
+    name, limit = new["name"], new["max_msgs_per_subject"]
+    await call(link, f"STREAM.UPDATE.{name}", old | {"max_msgs": 1})
+    fullest = max((await held_subjects(link, name, ">")).by_subject.values(), default=0)
+    if fullest > limit:
+        log.warning("more waits on a subject than its new limit", stream=name, waiting=fullest, limit=limit)
+    return new | {"max_msgs_per_subject": max(limit, fullest)}
 
 
 async def _check_room(link: Link, missing: Sequence[Json]) -> None:

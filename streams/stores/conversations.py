@@ -14,6 +14,7 @@ from typing import Any, Self
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
+from ...schemas.errors import BrokerUnavailable
 from ...schemas.loops import Items
 from ..port import Broker, Bucket
 from ..topology import RESPONSES
@@ -23,13 +24,14 @@ AT_ONCE = 32  # parts read concurrently
 
 
 class Conversation(BaseModel):
-    """`created_at` is in Unix seconds; `removed` lists the ids of deleted items. A `deleted` conversation is kept for
-    the responses whose history its first `used` parts are."""
+    """`created_at` and `renewed_at` are in Unix seconds; no part is older than both. `removed` lists the ids of deleted
+    items. A `deleted` conversation is kept for the responses whose history its first `used` parts are."""
 
     model_config = ConfigDict(frozen=True)
 
     id: str
     created_at: int
+    renewed_at: int = 0
     metadata: dict[str, Any] = Field(default_factory=dict)
     parts: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
@@ -67,9 +69,24 @@ class Conversations:
                 return made
         return None
 
-    async def use(self, tenant: str, id: str) -> Conversation | None:
-        """Keep its present parts for a response; None if there is no such conversation."""
-        return await self.change(tenant, id, lambda one: one.model_copy(update={"used": len(one.parts)}))
+    async def use(self, tenant: str, id: str, now: float, fresh: float) -> Conversation | None:
+        """Keep its present parts for a response; None if there is no such conversation.
+
+        Parts may be `fresh` seconds old; later all begin to live anew, or it would lose its beginning.
+        """
+        if (found := await self.read(tenant, id)) is None:
+            return None
+        renewed = found.renewed_at
+        if now - max(found.created_at, renewed) > fresh:
+            for first in range(0, len(found.parts), AT_ONCE):
+                names = found.parts[first : first + AT_ONCE]
+                await asyncio.gather(*(self._parts.renew(f"{tenant}.{id}.{name}") for name in names))
+            renewed = int(now)
+
+        def used(one: Conversation) -> Conversation:
+            return one.model_copy(update={"used": len(one.parts), "renewed_at": max(one.renewed_at, renewed)})
+
+        return await self.change(tenant, id, used)
 
     async def create(self, tenant: str, conversation: Conversation) -> None:
         await self._heads.create(f"{tenant}.{conversation.id}", conversation.model_dump_json().encode())
@@ -112,11 +129,15 @@ class Conversations:
             await self._heads.delete(f"{tenant}.{id}")
 
     async def _part(self, name: str) -> Items:
-        info = await self._parts.info(name)
-        if info is None:
-            return []
-        found: Items = orjson.loads(b"".join([piece async for piece in self._parts.read(info)]))
-        return found
+        while (info := await self._parts.info(name)) is not None:
+            try:
+                found: Items = orjson.loads(b"".join([piece async for piece in self._parts.read(info)]))
+            except BrokerUnavailable:
+                if await self._parts.info(name) == info:  # otherwise it was renewed meanwhile
+                    raise
+            else:
+                return found
+        return []
 
     async def _drop(self, name: str) -> None:
         if (info := await self._parts.info(name)) is not None:

@@ -3,7 +3,7 @@
 A response stores references to earlier ones, so that the size of a chain is proportional to its length. Each names the
 responses before it, up to `MAX_LINKS`; the first of these names those before it. When a chain is older than a fraction
 of the lifetime of responses (`COPY_AFTER`), its items are copied into the next response, so that a stored response
-stays usable when the first responses of its chain expire.
+stays usable when the first responses of its chain expire. As often a conversation that is used is renewed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class History:
             follows = begun.follows if len(begun.follows) < MAX_LINKS else ()
             return Origin(follows=(*follows, previous), since=since)
         if (name := request.conversation) is not None:
-            conversation = await self._conversations.use(job.tenant, name)
+            conversation = await self._conversations.use(job.tenant, name, self._now(), self._ttl * COPY_AFTER)
             if conversation is None:
                 raise InvalidRequest(
                     f"There is no conversation {name!r}.", code="conversation_not_found", param="conversation"

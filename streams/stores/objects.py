@@ -123,6 +123,21 @@ class Objects:
         for number in range(info.chunks):
             yield await self._piece(info, number)
 
+    async def renew(self, name: str) -> None:
+        """Have an object live as long again as a new one; harmless if there is none. Raises `StorageFull`."""
+        if (entry := await self._infos.get(name)) is None:
+            return
+        old = codec.build(ObjectInfo, orjson.loads(entry.value))
+        new = replace(old, version=uuid.uuid4().hex)
+        try:
+            for number in range(old.chunks):
+                await self._data.put(f"{new.version}.{number}", await self._piece(old, number))
+            is_renewed = await self._infos.update(name, orjson.dumps(new), entry.revision) is not None
+        except StreamFull as error:
+            await self._drop(new)
+            raise StorageFull(STORE_FULL) from error
+        await self._drop(old if is_renewed else new)  # another process has renewed or deleted it meanwhile
+
     async def delete(self, info: ObjectInfo) -> None:
         await self._infos.delete(info.name)
         await self._drop(info)

@@ -26,7 +26,7 @@ from penstock.stages.admission import Hysteresis
 from penstock.stages.batch.stage import Batch
 from penstock.stages.cancellations import Cancellations
 from penstock.stages.queue import Queue
-from penstock.streams.lanes import open_lanes
+from penstock.streams.lanes import open_lanes, streams_of
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.nats.servers.server import EmbeddedServer
 from penstock.streams.port import Held, Message
@@ -242,6 +242,31 @@ async def test_a_full_queue_refuses_and_a_tenant_over_its_own_limit_too(where: d
         assert (caught.value.code, caught.value.retry_after is None) == ("queue_full", False)
         await publish(pipeline, "high", tenant="late")
         await in_lanes(pipeline, 21)
+
+
+async def test_a_tenant_with_more_than_a_lower_limit_is_refused_until_less_waits(where: dict[str, Any]) -> None:
+    """The lane has room for what waited before the limit was lowered."""
+    async with pipeline_of(**where, tenant_limit=2) as pipeline:
+        broker, settings = pipeline.pipe.broker, pipeline.pipe.settings
+        higher = settings.model_copy(update={"tenant_limit": 9})
+        await broker.reconfigure(streams_of(higher, lanes_of(MODEL)), [])
+        await pipeline.lose_worker()
+        seen = asyncio.Event()
+
+        def measured(message: Message) -> None:
+            if Admission.model_validate_json(message.data).depth["normal"] == 3:
+                seen.set()
+
+        async with asyncio.timeout(PATIENCE):
+            await broker.listen(pipeline.pipe.subjects.admission(), measured)
+            for _ in range(3):
+                await (await publish(pipeline, tenant="greedy")).take(PATIENCE)
+            await seen.wait()
+        refused = (await whole(await publish(pipeline, tenant="greedy")))[-1]
+        assert isinstance(refused, Failed)
+        assert (refused.error.status, refused.error.code) == (429, "quota_exceeded")
+        await publish(pipeline, tenant="modest")
+        await in_lanes(pipeline, 4)
 
 
 class Early(JobStage):

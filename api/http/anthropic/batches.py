@@ -95,7 +95,7 @@ class MessageBatchRoutes(Routes):
 
         async def lines() -> AsyncIterator[bytes]:
             for info in infos:
-                async for _, line in read_lines(files.read(info), self._settings.file_limit):
+                async for _, line in read_lines(files.read(info)):
                     yield orjson.dumps(_result(orjson.loads(line)), option=orjson.OPT_APPEND_NEWLINE)
 
         return StreamingResponse(lines(), media_type="application/x-jsonl")

@@ -22,7 +22,8 @@ from ..management import Json
 
 log = structlog.get_logger(__name__)
 
-_WHERE = ("nats_url", "nats_ca", "nats_tls_first", "nats_domain", "namespace")  # settings that name the broker
+# Settings that name the broker, and a token, which a server has for all; users may differ.
+_WHERE = ("nats_url", "nats_token_file", "nats_ca", "nats_tls_first", "nats_domain", "namespace")
 _MOST_NAMED = 5  # streams in a message
 _KEPT = ("max_consumers",)  # no update changes it: an account that allows fewer has given the stream fewer
 

@@ -97,12 +97,19 @@ class DirectClient(Client):
         wanted = self._access.wants_tls or self._current_server.uri.scheme == "tls"
         if wanted and not self._is_secure():
             raise SecureConnWantedError
+        if self._is_secure():
+            # nats-py changes a connection to TLS behind the back of asyncio's reader, which would warn at its end.
+            self._writer._protocol._over_ssl = True  # type: ignore[attr-defined]
         self._public_nkey = self._access.public_key()
         return super()._connect_command()
 
-    def _is_secure(self) -> bool:
+    @property
+    def _writer(self) -> asyncio.StreamWriter:
         writer: asyncio.StreamWriter = self._transport._io_writer  # type: ignore[union-attr]
-        return writer.get_extra_info("ssl_object") is not None
+        return writer
+
+    def _is_secure(self) -> bool:
+        return self._writer.get_extra_info("ssl_object") is not None
 
     async def _process_connect_init(self) -> None:
         try:

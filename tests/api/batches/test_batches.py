@@ -119,11 +119,11 @@ class Office:
         await office.broker.listen(office.pipeline.pipe.subjects.jobs_all(), heard)
         return office
 
-    async def run(self, **more: Any) -> asyncio.Task[None]:
-        """Start a runner beside a bridge of its own, as another process would have it."""
+    async def run(self, *, settings: Settings | None = None, **more: Any) -> asyncio.Task[None]:
+        """Start a runner beside a bridge of its own, as another process would have it, perhaps with other settings."""
         bridge = Bridge(self.broker, self.pipeline.pipe.subjects)
         await bridge.start()
-        runner = asyncio.create_task(BatchRunner(bridge, self.pipeline.pipe.settings, **more).run())
+        runner = asyncio.create_task(BatchRunner(bridge, settings or self.pipeline.pipe.settings, **more).run())
         self._runners.append(runner)
         return runner
 
@@ -483,6 +483,20 @@ async def test_its_window_ends(office: Office) -> None:
         ("a", "batch_expired"),
         ("b", "batch_expired"),
     ]
+
+
+async def test_a_checked_batch_goes_on_where_less_is_allowed_meanwhile(opened: list[Office]) -> None:
+    """A runner with a smaller `max_body_size` found a line cut short, and tried the batch again for ever."""
+    office = await Office.start(Small, rate=100.0, batch_concurrency=2)
+    opened.append(office)
+    more: dict[str, Any] = {"metadata": {"note": "x" * 500}, "max_tokens": 20, "ignore_eos": True}
+    created = await submit(office.api, [line(str(number), **more) for number in range(12)])
+    runner = await office.run()
+    await eventually(lambda: half_done(office, created.id))
+    await office.end(runner)
+    await office.run(settings=office.pipeline.pipe.settings.model_copy(update={"max_body_size": 100}))
+    batch = await end_of(office.api, created.id)
+    assert (batch.status, counts(batch)) == ("completed", (12, 12, 0))
 
 
 @pytest.mark.parametrize("endpoint", [CHAT, RESPONSES])

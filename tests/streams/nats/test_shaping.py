@@ -14,7 +14,7 @@ from penstock.streams.nats.connection.link import Link
 from penstock.streams.nats.management import ApiError, Json
 
 CONFIG: Json = {
-    **{"name": "P_JOBS", "retention": "workqueue", "storage": "file"},
+    **{"name": "P_JOBS", "retention": "workqueue", "storage": "file", "discard": "old"},
     **{"max_bytes": 9, "max_consumers": 9, "num_replicas": 3},
 }
 OFFLINE = ApiError({"code": 400, "err_code": 10005, "description": "no suitable peers for placement, peer offline"})

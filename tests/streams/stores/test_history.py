@@ -18,7 +18,7 @@ from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.stores import history
 from penstock.streams.stores.conversations import Conversation, Conversations
 from penstock.streams.stores.history import COPY_AFTER, MAX_LINKS, History
-from penstock.streams.stores.objects import Objects
+from penstock.streams.stores.objects import ObjectInfo, Objects
 from penstock.streams.stores.responses import ResponseLog
 from penstock.streams.topology import OBJECT_DATA, RESPONSES, topology
 
@@ -266,6 +266,38 @@ async def test_the_items_of_a_conversation_are_not_copied(archive: Archive) -> N
     later = {"id": "msg_later_1", "type": "message"}
     await archive.conversations.add("t", name, "later", [later])
     assert await archive.told(begun) == [f"resp_{number}" for number in range(5)]
+
+
+async def test_a_conversation_in_use_keeps_its_beginning(archive: Archive) -> None:
+    """Each item expired for itself, and the model was told the rest without a word."""
+    name = await talk(archive, 3)
+    buckets = [await archive.broker.bucket(bucket) for bucket in (RESPONSES, OBJECT_DATA)]
+    before = [(bucket, entry) for bucket in buckets for entry in await bucket.entries()]
+    archive.time += TTL * COPY_AFTER + 1
+    begun = await archive.make(conversation=name)
+    size = await archive.kept()
+    for bucket, entry in before:  # as if they had expired
+        now = await bucket.get(entry.key)
+        if now is not None and now.revision == entry.revision:
+            await bucket.delete(entry.key)
+    assert await archive.told(begun) == ["resp_0", "resp_1", "resp_2"]
+    assert await archive.kept() == size, "nothing of it is stored twice"
+
+
+async def test_a_conversation_is_read_while_it_is_renewed(archive: Archive) -> None:
+    name, parts = await talk(archive, 1), archive.conversations._parts
+    conversation, key = await archive.conversations.read("t", name), f"t.{name}.part0"
+    seen = [await parts.info(key)]
+    await parts.renew(key)
+
+    class Slow(Objects):
+        async def info(self, name: str) -> ObjectInfo | None:
+            return seen.pop() if seen else await super().info(name)
+
+    slow = Slow(parts._infos, parts._data, parts._chunk, parts.now)
+    assert conversation is not None
+    (item,) = await Conversations(archive.conversations._heads, slow).items("t", conversation)
+    assert item["content"] == TEXT
 
 
 async def test_a_deleted_conversation_is_kept_for_its_responses(archive: Archive) -> None:

@@ -262,6 +262,26 @@ async def test_who_owns_the_broker_changes_what_it_was_given(
     assert (await joined(jetstream, part())).queue_limit == 5
 
 
+async def test_a_lower_tenant_limit_deletes_nothing_that_waits(jetstream: JetStreamBroker, part: Part) -> None:
+    """The server would delete the oldest of a tenant until no more than its limit waited."""
+    settings = await owned(jetstream, part())
+    await open_lanes(jetstream, settings, "a")
+    lane = lanes_of("a")
+    for number in range(9):
+        subject = Subjects(settings.namespace).batch(lane, "low", "ada" if number < 5 else "bob")
+        await jetstream.publish(subject, b"job", message_id=f"m{number}")
+    for limit in (2, None, 4):
+        await owned(jetstream, part(tenant_limit=limit))
+        held = await jetstream.held(batch_stream(lane, "low"))
+        assert sorted(held.by_subject.values()) == [4, 5]
+    stream = await limits(jetstream, batch_stream(lane, "low"))
+    assert (stream["max_msgs_per_subject"], stream["max_msgs"]) == (5, settings.queue_limit)
+    assert (await limits(jetstream, "JOBS_LOW"))["max_msgs_per_subject"] == 4
+    await jetstream.delete(batch_stream(lane, "low"), 1)
+    await owned(jetstream, part())
+    assert (await limits(jetstream, batch_stream(lane, "low")))["max_msgs_per_subject"] == 4
+
+
 async def test_limits_grow_and_shrink_within_the_store(tmp_path: Path) -> None:
     """What shrinks goes first: the server reserves the limits of all, and there is room for one layout alone."""
     server = await EmbeddedServer.start(tmp_path / "nats", max_store=SMALL["store_limit"])

@@ -136,6 +136,9 @@ def test_the_command_has_what_the_part_was_given() -> None:
     assert setup_command(loaded) == "penstock nats setup --apply --namespace n --queue-limit 5"
     command = setup_command(Loaded(Settings(**given), origins))
     assert "secret" not in command and command.startswith("penstock nats setup --apply --nats-url … ")
+    given = {"nats_url": "nats://h:4222", "nats_token_file": "token"}
+    loaded = Loaded(Settings(**given), dict.fromkeys(Settings.model_fields, "default") | {n: flag(n) for n in given})
+    assert setup_command(loaded).endswith("--apply --nats-url nats://h:4222 --nats-token-file token")
 
 
 async def _delete(broker: JetStreamBroker, bucket: str) -> None:

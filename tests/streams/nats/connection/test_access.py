@@ -180,7 +180,9 @@ def _issue(ca: trustme.CA, path: Path, *names: str, **given: Any) -> tuple[Path,
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["upgraded", "tls-first"])
-async def test_tls_with_client_certificates(started: Start, tmp_path: Path, first: bool) -> None:
+async def test_tls_with_client_certificates(
+    started: Start, tmp_path: Path, first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     ours, others = trustme.CA(), trustme.CA()
     ca, other_ca = tmp_path / "ca.pem", tmp_path / "other-ca.pem"
     ours.cert_pem.write_to_path(str(ca))
@@ -208,6 +210,7 @@ async def test_tls_with_client_certificates(started: Start, tmp_path: Path, firs
     assert f"{client} (--nats-certificate) holds no certificate" in await _refused(
         server, ca=ca, certificate=client, certificate_key=key
     )
+    assert "eof_received" not in caplog.text, "commands would show asyncio's warning at their end"
 
 
 async def test_no_password_is_sent_without_the_tls_that_is_wanted(started: Start, tmp_path: Path) -> None:
