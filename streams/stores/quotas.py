@@ -11,6 +11,7 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from math import inf
 from time import monotonic
 
@@ -22,7 +23,8 @@ from ..port import Broker, Entry
 from ..shares import crowds
 from ..topology import BATCH_RESULTS, BATCH_STATES, FILES, IMAGES, OBJECT_DATA, RESPONSES
 
-SHARED = (RESPONSES, OBJECT_DATA)  # the buckets that are kept from being one tenant's
+# The buckets that are kept from being one tenant's, by that in which bytes are stored.
+SHARED = {RESPONSES: (RESPONSES,), OBJECT_DATA: (OBJECT_DATA, FILES, BATCH_STATES)}
 CROWDED = (
     "The server's store is nearly full, and most of it is yours: delete files, responses or conversations that you no "
     "longer need, or have the operator raise store_limit."
@@ -69,11 +71,11 @@ class Quotas:
                     count.held, count.free = await self._held(tenant), await self._free()
                     count.at = self._clock()
                     count.took = count.at - began
-                crowded = bucket in count.free and crowds(count.held[bucket] + coming, count.free[bucket] - coming)
-                if count.held.total() + coming <= self._quota and not crowded:
-                    count.held[bucket] += coming
-                    if bucket in count.free:
-                        count.free[bucket] -= coming
+                held = count.held + Counter({bucket: coming})
+                free = {name: room - (coming if name == bucket else 0) for name, room in count.free.items()}
+                crowded = any(name in free and crowds(held[name], free[name]) for name in SHARED.get(bucket, ()))
+                if held.total() <= self._quota and not crowded:
+                    count.held, count.free = held, free
                     return
         if crowded:
             raise StorageFull(CROWDED)
@@ -99,7 +101,7 @@ class Quotas:
 
     async def _free(self) -> dict[str, int]:
         free = {}
-        for name in SHARED:
+        for name in chain.from_iterable(SHARED.values()):
             filled, most = await (await self._broker.bucket(name)).filled()
             if most:
                 free[name] = most - filled

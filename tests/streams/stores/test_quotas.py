@@ -129,3 +129,23 @@ async def test_one_tenant_does_not_fill_what_others_share(broker: Broker, namesp
         await files.delete(info)
     clock.now += 2 * FRESH
     await store(OBJECT_DATA, "one.next")
+
+
+async def test_one_tenant_does_not_fill_what_describes_files(broker: Broker, namespace: str) -> None:
+    streams, buckets = topology(namespace, ["queue"])
+    small = [replace(spec, max_bytes=LARGE) if spec.name == FILES else spec for spec in buckets]
+    await broker.ensure(streams, small)
+    files, made = await Objects.of(broker, FILES), 0
+
+    async def empty() -> AsyncIterator[bytes]:
+        return
+        yield b""
+
+    with pytest.raises(StorageFull, match="most of it is yours"):
+        while True:
+            await Quotas(broker, 1 << 30).check("one")
+            await files.put(f"one.{made}", empty(), {})
+            made += 1
+    assert made > 5
+    await Quotas(broker, 1 << 30).check("two")
+    assert await files.put("two.0", empty(), {})
