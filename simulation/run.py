@@ -38,6 +38,7 @@ from .worker import HOST, Shape, SimulatedWorker
 BRIDGE = "simulation"
 SETTLING = 60.0  # seconds behind the last deadline, after which what has not ended never will
 STAGES: tuple[type[Stage], ...] = (Validate, Queue, Batch, Stream)
+IN_A_ROW = 16  # publishes, after which others run: each time costs as much as storing a message
 _COLLECT = 20_000_000  # new objects between two garbage collections: requests leave no cycles, and many live objects
 
 
@@ -115,7 +116,7 @@ class Simulation:
         assert isinstance(loop, VirtualLoop)
         self._failure = loop.create_future()
         takeovers = self._takeovers()
-        self._broker = MemoryBroker(now=loop.now)
+        self._broker = MemoryBroker(now=loop.now, publishes_in_a_row=IN_A_ROW)
         async with self._deployment(loop) as self._pipe:
             for group in self._scenario.workers:
                 for _ in range(group.count):

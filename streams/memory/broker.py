@@ -42,8 +42,13 @@ class MemoryBroker:
     `now` is the clock, in Unix seconds, by which messages are stamped.
     """
 
-    def __init__(self, *, max_payload: int = 8 << 20, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, *, max_payload: int = 8 << 20, now: Callable[[], float] = time.time, publishes_in_a_row: int = 1
+    ) -> None:
+        """After so many publishes the publisher lets other tasks run."""
         self._loop = asyncio.get_running_loop()
+        self._in_a_row = publishes_in_a_row
+        self._publishes = 0
         self._max_payload = max_payload
         self._now = now
         self._streams: dict[str, MemoryStream] = {}  # by name in upper case, as JetStream's are
@@ -114,8 +119,9 @@ class MemoryBroker:
                 published = stream.store(subject, data, whole, size, expect)
                 if not published.duplicate:
                     self._groups[name].offer(subject, published.sequence)
-                # A publisher in a loop must not starve the other tasks.
-                await asyncio.sleep(0)
+                self._publishes += 1
+                if self._publishes % self._in_a_row == 0:  # a publisher in a loop must not starve the other tasks
+                    await asyncio.sleep(0)
                 return published
         raise BrokerUnavailable(self._refuse(Message(subject, data, whole)) or f"no stream stores {subject}")
 
@@ -275,6 +281,8 @@ class MemoryBucket:
 
     async def entries(self, prefix: str = "") -> list[Entry]:
         self._expire()
+        if "*" not in prefix:
+            return [kept.entry for key, kept in self._kept.items() if key.startswith(prefix)]
         begins = re.compile(re.escape(prefix).replace(r"\*", r"[^.]+")).match
         return [kept.entry for key, kept in self._kept.items() if begins(key)]
 

@@ -136,4 +136,4 @@ def test_everything_is_bounded_and_fits_the_store(stages: tuple[str, ...]) -> No
     assert sum(spec.max_bytes for spec in specs if spec.storage == "file") <= store
     assert all(spec.max_messages > 0 for spec in streams if spec.discard == "new")
     forgetful = {spec.name for spec in specs if spec.discard == "old"}
-    assert forgetful == {"STREAM", "EVENTS", "DEAD", "dead-data", "rates"}
+    assert forgetful == {"STREAM", "EVENTS", "DEAD", "dead-data", "idempotency", "rates"}

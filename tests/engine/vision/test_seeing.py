@@ -227,7 +227,7 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("kimi_k25", {}),
         ("aria", {"quantization": "int8"}),
         ("perception_lm", {}),
-        ("fast_vlm", {"quantization": "int4"}),
+        ("fast_vlm", {}),
         ("granite4_vision", {}),
         ("granite4_vision", {"quantization": "int4"}),
     ],
