@@ -114,8 +114,7 @@ class Simulation:
     async def run(self) -> Found:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        self._failure = loop.create_future()
-        takeovers = self._takeovers()
+        self._failure, takeovers = loop.create_future(), self._takeovers()
         self._broker = MemoryBroker(now=loop.now, publishes_in_a_row=IN_A_ROW)
         async with self._deployment(loop) as self._pipe:
             for group in self._scenario.workers:
