@@ -12,20 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....schemas.errors import ModelLoadError
-from .numbers import RESAMPLING, Numbers, resized, settings_of, squares
+from .numbers import RESAMPLING, USUAL, Numbers, pixels_of, resized, settings_of, squares
 
 if TYPE_CHECKING:
     from PIL import Image
 
-_DEFAULTS: dict[str, Any] = {
+_DEFAULTS = USUAL | {
     "size": {"height": 512, "width": 512},
     "crop_to_patches": True,
     "max_patches": 12,
     "resample": 3,
-    "do_resize": True,
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
@@ -49,11 +45,10 @@ class CoveringProcessor:
 
     def __call__(self, images: Sequence[Image.Image], **_: object) -> Mapping[str, Any]:
         """The input of the model's tower, and how many tiles it has."""
-        import numpy as np
         import torch
 
         (image,) = images
-        pixels, side = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous(), self._side
+        pixels, side = pixels_of(image), self._side
         columns, rows = self.grid(*image.size)
         shown = squares(resized(pixels, rows * side, columns * side, self._resampling), side)
         if len(shown) > 1:

@@ -13,23 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....schemas.errors import ModelLoadError
-from .numbers import RESAMPLING, resized, settings_of, squares
+from .numbers import RESAMPLING, USUAL, pixels_of, resized, settings_of, squares
 
 if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
-_DEFAULTS: dict[str, Any] = {
+_DEFAULTS = USUAL | {
     "size": {"height": 336, "width": 336},
     "max_patches": 16,
     "resize_to_max_canvas": False,
     "resample": 2,
-    "do_resize": True,
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
 }
 
 
@@ -54,12 +48,11 @@ class FittingProcessor:
 
     def __call__(self, images: Sequence[Image.Image], **_: object) -> Mapping[str, Any]:
         """The input of the model's tower, and in how many rows and columns of tiles the picture lies."""
-        import numpy as np
         import torch
         from torch.nn.functional import pad
 
         (image,) = images
-        pixels, side = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous(), self._side
+        pixels, side = pixels_of(image), self._side
         rows, columns = self.grid(*image.size)
         height, width = self._inside(*image.size, rows * side, columns * side)
         fitted = resized(pixels, height, width, self._resampling)

@@ -13,19 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from ....schemas.errors import ModelLoadError
 from .bounds import BUDGETS
-from .numbers import RESAMPLING, Numbers, resized, settings_of
+from .numbers import RESAMPLING, USUAL, Numbers, pixels_of, resized, settings_of
 
 if TYPE_CHECKING:
     from PIL import Image
 
-_DEFAULTS: dict[str, Any] = {
+_DEFAULTS = USUAL | {
     "patch_size": 16,
     "pooling_kernel_size": 3,
     "max_soft_tokens": 280,
     "resample": 3,
-    "do_resize": True,
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
     "do_normalize": False,
     "image_mean": [0.0, 0.0, 0.0],
     "image_std": [1.0, 1.0, 1.0],
@@ -50,11 +47,10 @@ class MergingProcessor:
 
     def __call__(self, images: Sequence[Image.Image], max_soft_tokens: int, **_: object) -> Mapping[str, Any]:
         """The inputs of the model, and how many of the squares are the picture's: the others are left out."""
-        import numpy as np
         import torch
 
         (image,) = images
-        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+        pixels = pixels_of(image)
         side = self.patch_size * self.pooling_kernel_size
         rows, columns = self.grid(*image.size, max_soft_tokens)
         numbers = self._numbers(resized(pixels, rows * side, columns * side, self._resampling))

@@ -13,10 +13,20 @@ from ....schemas.errors import ModelLoadError
 from ...checkpoints.files import read_json
 
 if TYPE_CHECKING:  # torch comes with the first picture
+    from PIL import Image
     from torch import Tensor
 
 RESAMPLING = {2: "bilinear", 3: "bicubic"}
 """The names of torch, by the numbers of Pillow."""
+USUAL: dict[str, Any] = {
+    "do_resize": True,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+"""Settings that most of transformers' classes of image processors have, where a file leaves them open."""
 
 
 class Numbers(NamedTuple):
@@ -49,6 +59,14 @@ def settings_of(path: Path, defaults: Mapping[str, Any]) -> tuple[dict[str, Any]
     if not own:
         raise ModelLoadError(f"{path} has no preprocessor_config.json, which says how images are prepared; add it")
     return {**defaults, **{name: own[name] for name in defaults if own.get(name) is not None}}, whole
+
+
+def pixels_of(image: Image.Image) -> Tensor:
+    """A picture in RGB, as [3, H, W] in 8 bits."""
+    import numpy as np
+    import torch
+
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
 
 
 def resized(pixels: Tensor, height: int, width: int, resampling: str) -> Tensor:

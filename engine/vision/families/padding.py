@@ -12,23 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....schemas.errors import ModelLoadError
-from .numbers import RESAMPLING, Numbers, resized, settings_of
+from .numbers import RESAMPLING, USUAL, Numbers, pixels_of, resized, settings_of
 
 if TYPE_CHECKING:
     from PIL import Image
 
-_DEFAULTS: dict[str, Any] = {
+_DEFAULTS = USUAL | {
     "size": {"max_height": 512, "max_width": 512},
     "max_patches": 16_384,
     "patch_size": 14,
     "merge_size": 2,
     "resample": 3,
-    "do_resize": True,
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
 }
 
 
@@ -51,11 +45,10 @@ class PaddingProcessor:
     def __call__(self, images: Sequence[Image.Image], **_: object) -> Mapping[str, Any]:
         """The input of the model's tower, [K, 3, P, P], and how many patches the picture has in height and width."""
         import numpy as np
-        import torch
         from torch.nn.functional import pad
 
         (image,) = images
-        pixels, patch = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous(), self._patch
+        pixels, patch = pixels_of(image), self._patch
         height, width = self.size(*image.size)
         unit = patch * self._merge
         padded = pad(resized(pixels, height, width, self._resampling), (0, -width % unit, 0, -height % unit))

@@ -14,22 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....schemas.errors import ModelLoadError
-from .numbers import RESAMPLING, Numbers, resized, settings_of, squares
+from .numbers import RESAMPLING, USUAL, Numbers, pixels_of, resized, settings_of, squares
 
 if TYPE_CHECKING:
     from PIL import Image
 
-_DEFAULTS: dict[str, Any] = {
+_DEFAULTS = USUAL | {
     "tile_size": 448,
     "max_num_tiles": 36,
     "vision_input_type": "thumb+tile",
     "resample": 3,
-    "do_resize": True,
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
 }
 
 
@@ -52,11 +46,10 @@ class ThumbnailProcessor:
         self, images: Sequence[Image.Image], max_num_tiles: int | None = None, **_: object
     ) -> Mapping[str, Any]:
         """The input of the model's tower, [1, T, 3, side, side]: the whole, and the tiles."""
-        import numpy as np
         import torch
 
         (image,) = images
-        pixels, side = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous(), self.tile_size
+        pixels, side = pixels_of(image), self.tile_size
         shown = [resized(pixels, side, side, self._resampling)]
         if self._cuts:
             columns, rows = self.grid(*image.size, max_num_tiles or self.max_num_tiles)

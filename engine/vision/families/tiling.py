@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....schemas.errors import ModelLoadError
-from .numbers import RESAMPLING, Numbers, resized, settings_of, squares
+from .numbers import RESAMPLING, USUAL, Numbers, pixels_of, resized, settings_of, squares
 
 if TYPE_CHECKING:  # torch comes with the first picture
     from PIL import Image
     from torch import Tensor
 
-_DEFAULTS: dict[str, Any] = {
+_DEFAULTS = USUAL | {
     "downsample_factor": 2,
     "do_image_splitting": True,
     "min_tiles": 2,
@@ -31,11 +31,6 @@ _DEFAULTS: dict[str, Any] = {
     "tile_size": 512,
     "max_pixels_tolerance": 2.0,
     "resample": 2,
-    "do_rescale": True,
-    "rescale_factor": 1 / 255,
-    "do_normalize": True,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
 }
 
 
@@ -82,7 +77,7 @@ class TilingProcessor:
 
         (image,) = images
         cut = self.cut(*image.size)
-        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+        pixels = pixels_of(image)
         shown: list[Tensor] = []
         if cut.is_tiled:
             side = self._tile
