@@ -31,6 +31,7 @@ from ..port import (
     check_size,
     message_size,
 )
+from ..prefixes import begins
 from .consumer import ConsumerGroups, MemoryConsumer
 from .listening import Listeners
 from .stream import MemoryStream, head_of, matcher
@@ -281,10 +282,8 @@ class MemoryBucket:
 
     async def entries(self, prefix: str = "") -> list[Entry]:
         self._expire()
-        if "*" not in prefix:
-            return [kept.entry for key, kept in self._kept.items() if key.startswith(prefix)]
-        begins = re.compile(re.escape(prefix).replace(r"\*", r"[^.]+")).match
-        return [kept.entry for key, kept in self._kept.items() if begins(key)]
+        is_wanted = begins(prefix)
+        return [kept.entry for key, kept in self._kept.items() if is_wanted(key)]
 
     async def put(self, key: str, value: bytes) -> int:
         check_size(value, {}, self._max_payload)

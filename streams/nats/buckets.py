@@ -5,13 +5,13 @@ A deleted key leaves nothing behind (other clients leave a marker for watchers; 
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
 from nats import nuid
 
 from ..port import MESSAGE_ID, Entry, Held, Message, Published
+from ..prefixes import begins
 from .connection.link import Link
 from .direct import held_subjects, last_message, stored_messages
 from .management import EXPECTED_SEQUENCE, WRONG_REVISION, ApiError, call
@@ -69,8 +69,8 @@ class JetStreamBucket:
             if message.subject in held.by_subject or message.sequence > held.last:
                 newest[message.subject] = message
         entries = [self._entry(message) for message in newest.values() if not _is_marker(message)]
-        begins = re.compile(re.escape(prefix).replace(r"\*", r"[^.]+")).match
-        return [entry for entry in entries if begins(entry.key)]
+        is_wanted = begins(prefix)
+        return [entry for entry in entries if is_wanted(entry.key)]
 
     async def put(self, key: str, value: bytes) -> int:
         return (await self._write(key, value, {})).sequence

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import inf
@@ -28,13 +28,14 @@ from ..shares import crowds
 from ..topology import EVENTS, IMAGE_WINDOW, IMAGES, Subjects
 from .objects import ObjectInfo, Objects
 from .quotas import Quotas
+from .room import Room
 
 USES = "uses"  # of an image, by request; only of those that are told apart
 UNTIL = "until"  # when the last request ends that is not
 MOST_USES = 32  # that are told apart
 MARGIN = 60.0  # seconds after its deadline in which a request may still need its images
 RESERVE = 8  # the part of the store, one in so many, that is kept free
-FRESH = 1.0  # seconds for which a measurement is used
+FRESH = 1.0  # seconds in which nobody looks again for images to clear where all are needed
 FULL = "The images of running requests fill the store; try again later, or have the operator raise store_limit."
 
 log = structlog.get_logger(__name__)
@@ -53,13 +54,15 @@ class ImageStore:
     """Stores images. Raises `QuotaExceeded` for the tenant's quota, `Overloaded` where running requests need all the
     room, or most of it is this tenant's."""
 
-    def __init__(self, broker: Broker, subjects: Subjects, quotas: Quotas) -> None:
+    def __init__(
+        self, broker: Broker, subjects: Subjects, quotas: Quotas, clock: Callable[[], float] = monotonic
+    ) -> None:
+        """`clock` returns seconds."""
         self._broker = broker
         self._subjects = subjects
         self._quotas = quotas
-        self._most = 0  # bytes of the store, 0 for no limit; set by _measure, like these
-        self._free = 0
-        self._measured_at = -inf  # seconds by the clock of this machine
+        self._clock = clock
+        self._room = Room(broker, IMAGES, clock)
         self._clearing = asyncio.Lock()
         self._num_cleared = 0  # images; set by _clear, like these
         self._held: Counter[str] = Counter()  # bytes by tenant
@@ -80,7 +83,7 @@ class ImageStore:
             await self._make_room(objects, tenant, len(data))
             try:
                 if await objects.put(key, _once(data), _with({}, use), found[1] if found else 0) is not None:
-                    self._free -= len(data)
+                    self._room.take(len(data))
                     self._held[tenant] += len(data)
                     return key
             except StorageFull:
@@ -89,20 +92,16 @@ class ImageStore:
 
     async def _make_room(self, objects: Objects, tenant: str, size: int) -> None:
         """Clear images that nobody needs before the store is full, and leave some of it to other tenants."""
-        await self._measure()
-        if not self._most or self._free - size >= (reserve := self._most // RESERVE):
+        room = self._room
+        await room.look()
+        reserve = room.most // RESERVE
+        if not room.most or room.free - size >= reserve:
             return
-        if await self._clear(objects, size + 2 * reserve - self._free):
-            await self._measure()
-        left = self._free - size
+        if await self._clear(objects, size + 2 * reserve - room.free):
+            await room.look()
+        left = room.free - size
         if left < reserve and crowds(self._held[tenant] + size, left):
             raise Overloaded(FULL, retry_after=5.0)
-
-    async def _measure(self) -> None:
-        if monotonic() - self._measured_at > FRESH:
-            filled, self._most = await (await self._broker.bucket(IMAGES)).filled()
-            self._free = self._most - filled
-            self._measured_at = monotonic()
 
     async def _clear(self, objects: Objects, wanted: int) -> bool:
         """Clear images of so many bytes that no request needs, the least recently used first.
@@ -113,7 +112,7 @@ class ImageStore:
         async with self._clearing:
             if self._num_cleared > before:  # for another request
                 return True
-            if self._all_needed and monotonic() - self._looked_at < FRESH:
+            if self._all_needed and self._clock() - self._looked_at < FRESH:
                 return False
             held, freed, known = Counter[str](), 0, dict[str, bool]()
             for info, revision in await objects.look_at_all("*.*."):
@@ -123,9 +122,9 @@ class ImageStore:
                     freed += info.size
                     continue
                 held[info.name.split(".")[0]] += info.size
-            self._held, self._looked_at, self._all_needed = held, monotonic(), freed < wanted
+            self._held, self._looked_at, self._all_needed = held, self._clock(), freed < wanted
             if freed:
-                self._measured_at = -inf
+                self._room.forget()
                 log.info("images cleared", images=self._num_cleared - before, bytes=freed)
         return freed > 0
 

@@ -11,7 +11,6 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import chain
 from math import inf
 from time import monotonic
 
@@ -22,6 +21,7 @@ from ...schemas.openai.batches import FINAL, Batch
 from ..port import Broker, Entry
 from ..shares import crowds
 from ..topology import BATCH_RESULTS, BATCH_STATES, FILES, IMAGES, OBJECT_DATA, RESPONSES
+from .room import Room
 
 # The buckets that are kept from being one tenant's, by that in which bytes are stored.
 SHARED = {RESPONSES: (RESPONSES,), OBJECT_DATA: (OBJECT_DATA, FILES, BATCH_STATES)}
@@ -38,11 +38,9 @@ SHARE = 0.05  # largest share of time spent on counting a tenant
 
 @dataclass(slots=True)
 class _Count:
-    """A tenant's usage in bytes by bucket, and what is free there, where there is a limit; when it was counted (by the
-    clock), and how many seconds that took."""
+    """A tenant's usage in bytes by bucket, when it was counted (by the clock), and how many seconds that took."""
 
     held: Counter[str] = field(default_factory=Counter)
-    free: dict[str, int] = field(default_factory=dict)
     at: float = -inf
     took: float = 0.0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -56,26 +54,33 @@ class Quotas:
         self._quota = quota
         self._clock = clock
         self._counts: defaultdict[str, _Count] = defaultdict(_Count)
+        self._rooms = {name: [Room(broker, each, clock) for each in names] for name, names in SHARED.items()}
 
     async def check(self, tenant: str, coming: int = 0, bucket: str = OBJECT_DATA) -> None:
         """Charge a tenant for `coming` bytes before they are stored in a bucket.
 
         Raises `QuotaExceeded` above the quota, and `StorageFull` where the tenant crowds the bucket.
         """
-        count = self._counts[tenant]
+        count, rooms = self._counts[tenant], self._rooms.get(bucket, [])
         async with count.turn:
             coming += ENTRY
             for patience in (FRESH, REFUSED):
                 if self._clock() - count.at > max(patience, count.took / SHARE):
                     began = self._clock()
-                    count.held, count.free = await self._held(tenant), await self._free()
+                    count.held = await self._held(tenant)
                     count.at = self._clock()
                     count.took = count.at - began
                 held = count.held + Counter({bucket: coming})
-                free = {name: room - (coming if name == bucket else 0) for name, room in count.free.items()}
-                crowded = any(name in free and crowds(held[name], free[name]) for name in SHARED.get(bucket, ()))
+                crowded = False
+                for room in rooms:
+                    await room.look()
+                    left = room.free - (coming if room.bucket == bucket else 0)
+                    crowded = crowded or (room.most > 0 and crowds(held[room.bucket], left))
                 if held.total() <= self._quota and not crowded:
-                    count.held, count.free = held, free
+                    count.held = held
+                    for room in rooms:
+                        if room.bucket == bucket:
+                            room.take(coming)
                     return
         if crowded:
             raise StorageFull(CROWDED)
@@ -98,14 +103,6 @@ class Quotas:
             if batch.status not in FINAL:  # the results of a finished batch are a file
                 held += _sizes(BATCH_RESULTS, await results.entries(f"{batch.id}."))
         return held
-
-    async def _free(self) -> dict[str, int]:
-        free = {}
-        for name in chain.from_iterable(SHARED.values()):
-            filled, most = await (await self._broker.bucket(name)).filled()
-            if most:
-                free[name] = most - filled
-        return free
 
 
 def _sizes(bucket: str, entries: Iterable[Entry]) -> Counter[str]:

@@ -39,10 +39,9 @@ async def store(broker: Broker, namespace: str) -> Broker:
 
 
 @pytest.fixture
-def put(store: Broker, namespace: str, monkeypatch: pytest.MonkeyPatch) -> Put:
+def put(store: Broker, namespace: str) -> Put:
     """Store another image for a request, with its deadline so many seconds from now; its key and its digest."""
-    monkeypatch.setattr("penstock.streams.stores.images.monotonic", count(0.0, 2 * FRESH).__next__)
-    images = ImageStore(store, Subjects(namespace), Quotas(store, 1 << 30))
+    images = ImageStore(store, Subjects(namespace), Quotas(store, 1 << 30), count(0.0, 2 * FRESH).__next__)
 
     async def put(number: int, request: str, deadline: float = 600.0, tenant: str = "one") -> tuple[str, str]:
         data = bytes([number]) + DATA
