@@ -40,8 +40,14 @@ async def store(broker: Broker, namespace: str) -> Broker:
 
 @pytest.fixture
 def put(store: Broker, namespace: str) -> Put:
-    """Store another image for a request, with its deadline so many seconds from now; its key and its digest."""
-    images = ImageStore(store, Subjects(namespace), Quotas(store, 1 << 30), count(0.0, 2 * FRESH).__next__)
+    """Store another image, each time so much later that all is measured again."""
+    return putting(store, namespace, 2 * FRESH)
+
+
+def putting(store: Broker, namespace: str, pause: float) -> Put:
+    """Store another image for a request, with its deadline so many seconds from now; its key and its digest. Each look
+    at the clock is a `pause` behind the one before."""
+    images = ImageStore(store, Subjects(namespace), Quotas(store, 1 << 30), count(0.0, pause).__next__)
 
     async def put(number: int, request: str, deadline: float = 600.0, tenant: str = "one") -> tuple[str, str]:
         data = bytes([number]) + DATA
@@ -119,6 +125,16 @@ async def test_images_whose_requests_have_ended_make_room(
     assert await get_image(store, *first)
     with pytest.raises(StreamNotFound):
         await get_image(store, *another)
+
+
+async def test_the_room_that_is_made_is_used_at_once(
+    store: Broker, namespace: str, end: Callable[[str], Awaitable[None]]
+) -> None:
+    put = putting(store, namespace, 0.0)
+    for number in range(12):
+        kept = await put(number, f"{number}")
+        assert await get_image(store, *kept)
+        await end(f"{number}")
 
 
 async def test_an_image_is_kept_for_requests_until_their_deadlines(store: Broker, put: Put) -> None:

@@ -149,3 +149,15 @@ async def test_one_tenant_does_not_fill_what_describes_files(broker: Broker, nam
     assert made > 5
     await Quotas(broker, 1 << 30).check("two")
     assert await files.put("two.0", empty(), {})
+
+
+async def test_what_was_let_in_takes_room_before_it_is_stored(broker: Broker, namespace: str) -> None:
+    streams, buckets = topology(namespace, ["queue"])
+    small = [replace(spec, max_bytes=20 * LARGE) if spec.name == RESPONSES else spec for spec in buckets]
+    await broker.ensure(streams, small)
+    quotas, admitted = Quotas(broker, 1 << 30, Clock()), 0
+    with pytest.raises(StorageFull):
+        for admitted in range(30):  # noqa: B007
+            await quotas.check("one", LARGE, RESPONSES)
+    assert 15 <= admitted < 19
+    await quotas.check("two", LARGE, RESPONSES)
