@@ -177,6 +177,10 @@ class LinkedDelivery:
         if self._link.connected:
             await self._delivery.in_progress()
 
+    def shed(self) -> None:
+        self._delivery.shed()
+        self.message = self._delivery.message
+
 
 class LinkedBucket:
     """Implements `Bucket`."""

@@ -251,6 +251,10 @@ class Stage(ABC):
     async def leave(self) -> None:  # noqa: B027  # most stages have nobody to tell
         """The drain begins: tell whoever sends work to send it elsewhere."""
 
+    def sets_aside(self, delivery: Delivery) -> bool:
+        """Whether the stage keeps a delivery unseen, because others go first: it renews and gives it back itself."""
+        return False
+
     def gives_turns(self, message: Message) -> bool:
         """Whether messages of its lane come again because others go first, and not because something failed."""
         return False

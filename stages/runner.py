@@ -140,6 +140,8 @@ class Runner:
             if not deliveries:
                 break
             for delivery in deliveries:
+                if self._stage.sets_aside(delivery):
+                    continue
                 task = asyncio.create_task(self._work(delivery, turns, rank))
                 self._in_hand[task] = delivery
                 task.add_done_callback(release)

@@ -131,6 +131,9 @@ class Delivery(Protocol):
     async def in_progress(self) -> None:
         """Renew the lease: `ack_wait` starts again."""
 
+    def shed(self) -> None:
+        """Forget data and headers of the message: it is only to be given back."""
+
 
 class Consumer(Protocol):
     async def take(self, limit: int) -> list[Delivery]:

@@ -34,6 +34,7 @@ class Waiting:
     number: int = 0  # of the message to its worker; set by the batch stage
     told: Queued | None = None  # what its client heard last; set by WaitingNews
     visit: Visit | None = None  # None outside of a runner
+    is_in_line: bool = False  # set by Lanes
 
     def headers(self, now: float, worker: str, size: int) -> dict[str, str]:
         """The headers of hops and trace for the message to the worker, which gets so many jobs together."""
@@ -71,18 +72,21 @@ class Lanes:
         if not any(tenant in lane for lane in self._lanes):
             self._usage.enter(tenant)
         heapq.heappush(self._lanes[waiting.rank].setdefault(tenant, []), waiting)
+        waiting.is_in_line = True
 
     def remove(self, waiting: Waiting) -> None:
         """Forget a job, if it is still there."""
-        line = self._lanes[waiting.rank].get(waiting.job.tenant, [])
-        if waiting in line:
+        if waiting.is_in_line:
+            line = self._lanes[waiting.rank][waiting.job.tenant]
             line.remove(waiting)
             heapq.heapify(line)
+            waiting.is_in_line = False
 
     def pop(self, waiting: Waiting) -> None:
         """Take away the first job of its tenant, whose turn this was."""
         tenant = waiting.job.tenant
         assert heapq.heappop(self._lanes[waiting.rank][tenant]) is waiting
+        waiting.is_in_line = False
         self.taken += 1
         self._turns.pop(tenant, None)
         self._turns[tenant] = self.taken
@@ -136,7 +140,7 @@ class Lanes:
         """Those of the tenants of whom something waits."""
         for tenant, line in list(lane.items()):
             while line and line[0].sent.done():
-                heapq.heappop(line)
+                heapq.heappop(line).is_in_line = False
             if not line:
                 del lane[tenant]
         return list(lane.values())

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 
 from .usage import MOST_TENANTS
 
 Held = Callable[[], Counter[str]]
 
 RECENT = 60.0  # seconds for which seats are kept for a tenant that has sent requests
-_RISE, _FALL = 0.2, 0.05  # of an average, what was needed last, each second: it rises in five and falls in twenty
+_RISE, _FALL = 0.2, 0.05  # of an average, what was needed last, each second: it rises in five and falls in twenty,
+# and sooner if nothing more comes: who waits would wait for nobody.
 _MARGIN = 2.0  # in roots of what is needed: if requests come by chance, few find more of them there
 
 
@@ -35,6 +36,7 @@ class SeatShares:
         self._needs: dict[str, float] = {}  # seats that each has needed on average; set by look
         self._known: dict[int, float] = {}  # what all need of a worker, by its seats
         self._workers = 1  # how many run the model
+        self._capacity = 0  # seats of the largest of them; set by allow
         self.version = 0  # what `allow` says of a worker that has not changed is the same as long as this is
 
     def run_by(self, workers: int) -> None:
@@ -60,9 +62,11 @@ class SeatShares:
                 self.came(tenant, now)
         while self._came and now - next(iter(self._came.values())) >= RECENT:
             self._drop()
-        for tenant in self._came:
+        for tenant, came in self._came.items():
             before = self._needs.get(tenant, 0.0)
-            self._needs[tenant] = before + (_RISE if needed[tenant] > before else _FALL) * (needed[tenant] - before)
+            need = min(float(needed[tenant]), self._share(tenant, self._capacity) * self._workers or inf)
+            step = _RISE if need > before else min(1.0, _FALL * (1.0 + now - came))
+            self._needs[tenant] = before + step * (need - before)
         self._forget()
 
     def allow(self, tenant: str, wanted: int, held: Held, capacity: int, free: int, now: float) -> bool:
@@ -70,6 +74,7 @@ class SeatShares:
 
         `held` gives those of each tenant there.
         """
+        self._capacity = max(self._capacity, capacity)
         if not self._others(tenant, now):
             return True
         by_tenant = held()

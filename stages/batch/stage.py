@@ -67,7 +67,7 @@ class Batch(JobStage):
         self._pause = pause
         self._strategy: Strategy = STRATEGIES[pipe.settings.scheduling]()
         self._lanes: dict[tuple[str, int], Lanes] = {}  # by model and revision
-        self._windows = LaneWindows(pipe, self.concurrency)
+        self._windows = LaneWindows(pipe, self.concurrency, self.lease)
         self._news = WaitingNews(pipe)
         self._workers = Workers(pipe.registry, uuid.uuid4().hex[:12], pipe.settings.weights)
         self._sender = Sender(pipe, self._workers.copy)
@@ -118,6 +118,13 @@ class Batch(JobStage):
         self._leaving = True
         for waiting in [waiting for lanes in self._lanes.values() for waiting in lanes if not waiting.sent.done()]:
             waiting.sent.set_exception(_leaving())
+        await self._windows.leave()
+
+    def sets_aside(self, delivery: Delivery) -> bool:
+        message = delivery.message
+        if codec.is_schema(message.headers.get(SCHEMA), codec.BATCH):
+            return False
+        return not self._windows.of(message.subject).admit(delivery, self.pipe.now())
 
     def gives_turns(self, message: Message) -> bool:
         return message.headers.get(SCHEMA) != codec.BATCH and self._windows.is_shared(message.subject)
@@ -127,14 +134,13 @@ class Batch(JobStage):
         if codec.is_schema(message.headers.get(SCHEMA), codec.BATCH):
             await self._take_back(delivery)
             return
-        window, now = self._windows.of(message.subject), self.pipe.now()
-        window.admit(message, now)
-        job = codec.decode_model(ValidatedJob, message.data, message.headers.get(SCHEMA))
-        waiting = Waiting(job, message.sequence, visit=CURRENT.get())
-        if not await self.is_over(job):
-            with window.holding(waiting):
+        window = self._windows.of(message.subject)
+        with window.holding(message) as place:
+            job = codec.decode_model(ValidatedJob, message.data, message.headers.get(SCHEMA))
+            waiting = Waiting(job, message.sequence, visit=CURRENT.get())
+            if not await self.is_over(job):
+                place.waiting = waiting
                 await self._wait(waiting)
-                window.left(job.tenant, self.pipe.now())
 
     async def process(self, job: ValidatedJob) -> ValidatedJob:
         return job

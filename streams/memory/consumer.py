@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..port import ConsumerSpec, Delivery, Message
 from .stream import MemoryStream, matcher, overlap
@@ -37,6 +37,9 @@ class MemoryDelivery:
 
     async def in_progress(self) -> None:
         self._group.extend(self)
+
+    def shed(self) -> None:
+        self.message = replace(self.message, data=b"", headers={})
 
 
 @dataclass(slots=True, eq=False)

@@ -16,6 +16,7 @@ import logging
 import re
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import orjson
@@ -98,6 +99,9 @@ class JetStreamDelivery:
 
     async def in_progress(self) -> None:
         await self._link.send(self._reply, b"+WPI")
+
+    def shed(self) -> None:
+        self.message = replace(self.message, data=b"", headers={})
 
 
 def _description(message: Msg) -> str:

@@ -44,6 +44,17 @@ class Worker:
         return self.held[tenant]
 
 
+def test_little_is_kept_for_a_flood_that_is_over() -> None:
+    """Eight seconds later, another tenant that has much to do gets three quarters of the worker."""
+    worker = Worker(most=1.0)
+    worker.come("flood", "other")
+    assert worker.ask("other")
+    worker.pass_with(60, flood=500, other=500)
+    assert worker.flood("other") == SEATS // 2
+    worker.pass_with(8, other=500)
+    assert worker.flood("other") >= SEATS * 3 // 4
+
+
 def test_a_tenant_alone_gets_every_seat() -> None:
     worker = Worker()
     worker.come("flood")
