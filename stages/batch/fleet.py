@@ -19,6 +19,7 @@ from .seats import Seats
 Fits = Callable[[WorkerCard, Seats], bool]
 Key = tuple[Any, ...]  # of what a worker is ordered by, and its name
 _QUESTIONS = 64  # whose refusals are remembered
+_FEW = 16  # times as many are sorted as may fit: then only those are looked at
 
 
 class Fleet:
@@ -33,7 +34,7 @@ class Fleet:
         self._by_load = _Order(lambda one: (one.active, one.worker))
         self._by_memory = _Order(lambda one: (-one.free_tokens, one.active, one.worker))
         self._largest: int | None = None  # of the caches, in tokens; None: to be found anew
-        self._refused: dict[Hashable, set[str]] = {}  # by question, the workers that have not changed since
+        self._open: dict[Hashable, set[str]] = {}  # by question, those with a free seat that were not refused since
         for worker, (_, seats) in self.members.items():
             seats.changed = partial(self._note, worker)
 
@@ -57,19 +58,23 @@ class Fleet:
             candidate = seats.candidate(card) if seats.has_any else None
             if candidate is None:
                 self._with_room.pop(worker, None)
+                for among in self._open.values():
+                    among.discard(worker)
             else:
                 self._with_room[worker] = candidate
+                for among in self._open.values():
+                    among.add(worker)
             for order in orders:
                 order.put(worker, candidate)
         self._changed.clear()
-        if question not in self._refused and len(self._refused) >= _QUESTIONS:
-            self._refused.clear()
-        return Fitting(self, fits, self._refused.setdefault(question, set()))
+        if question not in self._open:
+            if len(self._open) >= _QUESTIONS:
+                self._open.clear()
+            self._open[question] = set(self._with_room)
+        return Fitting(self, fits, self._open[question])
 
     def _note(self, worker: str, resized: bool) -> None:
         self._changed.add(worker)
-        for refused in self._refused.values():
-            refused.discard(worker)
         if resized:
             self._largest = None
 
@@ -77,38 +82,38 @@ class Fleet:
 class Fitting:
     """Implements `Candidates`, until the next change of the fleet."""
 
-    def __init__(self, fleet: Fleet, fits: Fits, refused: set[str]) -> None:
+    def __init__(self, fleet: Fleet, fits: Fits, among: set[str]) -> None:
         self._fleet = fleet
         self._fits = fits
-        self._refused = refused
+        self._among = among  # the others were refused
 
     def __bool__(self) -> bool:
-        return next(iter(self), None) is not None
+        return any(self._does_fit(worker) for worker in list(self._among))
 
     def __iter__(self) -> Iterator[Candidate]:
-        return self._those(self._fleet._by_name.sorted())
+        return self._those(self._fleet._by_name.sorted(self._among))
 
     def after(self, worker: str) -> Candidate:
-        return next(self._those(self._fleet._by_name.behind((worker,))))
+        return next(self._those(behind((worker,), self._fleet._by_name.sorted(self._among))))
 
     def least_active(self, after: str) -> Candidate:
-        return next(self._those(self._fleet._by_load.in_levels(after)))
+        return next(self._those(in_levels(after, self._fleet._by_load.sorted(self._among))))
 
     def roomiest(self) -> Candidate:
-        return next(self._those(self._fleet._by_memory.sorted()))
+        return next(self._those(self._fleet._by_memory.sorted(self._among)))
 
     def _those(self, keys: Iterable[Key]) -> Iterator[Candidate]:
-        members, candidates = self._fleet.members, self._fleet._with_room
-        if candidates.keys() <= self._refused:
-            return
+        candidates = self._fleet._with_room
         for key in keys:
             worker = key[-1]
-            if worker in self._refused:
-                continue
-            if self._fits(*members[worker]):
+            if worker in self._among and self._does_fit(worker):
                 yield candidates[worker]
-            else:
-                self._refused.add(worker)
+
+    def _does_fit(self, worker: str) -> bool:
+        if self._fits(*self._fleet.members[worker]):
+            return True
+        self._among.discard(worker)
+        return False
 
 
 class _Order:
@@ -123,27 +128,13 @@ class _Order:
     def put(self, worker: str, candidate: Candidate | None) -> None:
         self._changed[worker] = candidate
 
-    def sorted(self) -> list[Key]:
+    def sorted(self, among: set[str]) -> list[Key]:
+        """At least those of `among`, where these are few no others."""
         if self._changed:
             self._sort()
+        if _FEW * len(among) < len(self._sorted):
+            return sorted(self._keys[worker] for worker in among if worker in self._keys)
         return self._sorted
-
-    def behind(self, key: Key) -> Iterable[Key]:
-        """All, from the first behind `key` around to it."""
-        keys = self.sorted()
-        start = bisect_right(keys, key)
-        return chain(keys[start:], keys[:start])
-
-    def in_levels(self, worker: str) -> Iterator[Key]:
-        """All, the lowest level first; in each from the first behind `worker` around to it."""
-        keys, first = self.sorted(), 0
-        while first < len(keys):
-            level = keys[first][0]
-            end = bisect_left(keys, (level + 1,), first)
-            start = bisect_right(keys, (level, worker), first, end)
-            yield from keys[start:end]
-            yield from keys[first:start]
-            first = end
 
     def _sort(self) -> None:
         if len(self._changed) > len(self._keys) // 4:  # to sort all is faster than to move each
@@ -159,3 +150,21 @@ class _Order:
                     self._keys[worker] = self._key(candidate)
                     insort(self._sorted, self._keys[worker])
         self._changed.clear()
+
+
+def behind(key: Key, keys: list[Key]) -> Iterable[Key]:
+    """All, from the first behind `key` around to it."""
+    start = bisect_right(keys, key)
+    return chain(keys[start:], keys[:start])
+
+
+def in_levels(worker: str, keys: list[Key]) -> Iterator[Key]:
+    """All, the lowest level first; in each from the first behind `worker` around to it."""
+    first = 0
+    while first < len(keys):
+        level = keys[first][0]
+        end = bisect_left(keys, (level + 1,), first)
+        start = bisect_right(keys, (level, worker), first, end)
+        yield from keys[start:end]
+        yield from keys[first:start]
+        first = end
