@@ -23,7 +23,7 @@ test: $(VENV)/test.done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	mkdir -p $(VENV)/src && ln -sfn ../.. $(VENV)/src/penstock
-	cd $(VENV)/src && ../bin/mypy --config-file ../../pyproject.toml penstock
+	cd $(VENV)/src && ../bin/mypy -n auto --config-file ../../pyproject.toml penstock
 	# One more than there are processors: many tests wait for processes of their own. tests/conftest.py orders the files.
 	$(BIN)/pytest -n $$(($$(nproc) < 3 ? $$(nproc) + 1 : 4)) --dist loadfile --no-loadscope-reorder $(ARGS)
 

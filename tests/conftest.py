@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import trustme
 from serving import GUARDED, Process, Serve, Served, Start, serving
 from templates import HERMES
 from tiny_model import make_tiny_model
@@ -25,6 +26,12 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # or else each of many proc
 
 if not torch.cuda.is_available():  # Triton, which others import too, reads it once
     os.environ["TRITON_INTERPRET"] = "1"
+
+if "SSL_CERT_FILE" not in os.environ:  # each HTTP client would read all that the system trusts, to use none of it
+    _authority = ROOT / ".cache" / "authority.pem"
+    _authority.parent.mkdir(exist_ok=True)
+    trustme.CA().cert_pem.write_to_path(_authority)
+    os.environ["SSL_CERT_FILE"] = str(_authority)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it to what it runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or else no child would end at Ctrl-C

@@ -200,7 +200,7 @@ class NoKernels(Exception):
 
 def load_kernels(compiler: str = "cc", cache: Path | None = None, built: Path | None = None) -> Kernels:
     """Load the library: one that was compiled for this machine earlier and lies in `cache`, or the best one that the
-    package brings, which is as fast; or else compile one, which takes some 20 seconds.
+    package brings, which is as fast; or else compile one, which takes some 10 seconds.
 
     Raises `NoKernels` where there is none.
     """

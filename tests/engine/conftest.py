@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from penstock.engine.paged import verdicts
 MakeModel = Callable[[str], Path]
 MakeEngine = Callable[[str], InferenceEngine]
 MakeReference = Callable[[str], Any]
+
+_numbers = count()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -95,8 +98,8 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(autouse=True)
-def verdict_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Each test begins without a model that is known to have been checked."""
-    cache = tmp_path.with_name(f"{tmp_path.name}-verdicts")
+def verdict_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Each test begins without a model that is known to have been checked. The directory is made when one is kept."""
+    cache = tmp_path_factory.getbasetemp() / "verdicts" / str(next(_numbers))
     monkeypatch.setattr(verdicts, "user_cache", lambda: cache)
     return cache

@@ -51,6 +51,13 @@ INLINE void convolve(Thread *t, const Delta *d, const Strides *step, const float
     wait_for_all(t);
 }
 
+#define CONVOLVE(name, half)                                                                                          \
+    static __attribute__((noinline)) void name(Thread *t, const Delta *d, const Strides *step, const float *x) {      \
+        convolve(t, d, step, x, half);                                                                                \
+    }
+CONVOLVE(convolve_bf16, 1)
+CONVOLVE(convolve_f32, 0)
+
 /* One token's numbers for one head. */
 typedef struct {
     const float *query, *key; /* [D] */

@@ -198,6 +198,13 @@ INLINE void make_low(Thread *t, const Adapters *s, const void *x, int64_t inputs
     wait_for_all(t);
 }
 
+#define MAKE_LOW(name, half)                                                                                          \
+    static __attribute__((noinline)) void name(Thread *t, const Adapters *s, const void *x, int64_t inputs) {         \
+        make_low(t, s, x, inputs, half);                                                                              \
+    }
+MAKE_LOW(make_low_bf16, 1)
+MAKE_LOW(make_low_f32, 0)
+
 /* Add the adapter's products to one row's outputs in a block. */
 static __attribute__((noinline)) void add_low(const Adapters *s, int64_t row, int64_t block, float *to, int half) {
     const Model *m = s->model;
@@ -326,6 +333,14 @@ INLINE void rotate_and_store(Thread *t, const Model *m, const Layer *l, const To
     }
     wait_for_all(t);
 }
+
+#define ROTATE(name, half)                                                                                            \
+    static __attribute__((noinline)) void name(Thread *t, const Model *m, const Layer *l, const Token *tokens,        \
+                                               int64_t rows) {                                                        \
+        rotate_and_store(t, m, l, tokens, rows, half);                                                                \
+    }
+ROTATE(rotate_bf16, 1)
+ROTATE(rotate_f32, 0)
 
 /* The sums of 16 vectors, in their order: 45 operations, where 16 times `_mm512_reduce_add_ps` takes 112. */
 INLINE __m512 sums_of(const __m512 v[16]) {
@@ -636,6 +651,31 @@ INLINE void attend(Thread *t, const Model *m, const Layer *l, const Token *token
     wait_for_all(t);
 }
 
+/* A constant head_dim halves the time. Each is a function of its own, or else compiling them takes several times as
+   long. */
+#define ATTEND(name, head_dim, half)                                                                                  \
+    static __attribute__((noinline)) void name(Thread *t, const Model *m, const Layer *l, const Token *tokens,        \
+                                               int64_t rows) {                                                        \
+        attend(t, m, l, tokens, rows, head_dim, half);                                                                \
+    }
+#define ATTENTION(name, half)                                                                                         \
+    ATTEND(name##_32, 32, half)                                                                                       \
+    ATTEND(name##_64, 64, half)                                                                                       \
+    ATTEND(name##_128, 128, half)                                                                                     \
+    ATTEND(name##_256, 256, half)                                                                                     \
+    ATTEND(name##_any, l->head_dim, half)                                                                             \
+    static void name(Thread *t, const Model *m, const Layer *l, const Token *tokens, int64_t rows) {                  \
+        switch (l->head_dim) {                                                                                        \
+        case 32: name##_32(t, m, l, tokens, rows); break;                                                             \
+        case 64: name##_64(t, m, l, tokens, rows); break;                                                             \
+        case 128: name##_128(t, m, l, tokens, rows); break;                                                           \
+        case 256: name##_256(t, m, l, tokens, rows); break;                                                           \
+        default: name##_any(t, m, l, tokens, rows);                                                                   \
+        }                                                                                                             \
+    }
+ATTENTION(attend_bf16, 1)
+ATTENTION(attend_f32, 0)
+
 /* ---- Entry points ---- */
 
 __attribute__((visibility("hidden"))) OpenMP openmp;
@@ -721,12 +761,20 @@ INLINE void logits_argmax(Thread *t, const Model *m, const Inputs *levels, int64
         if (!isfinite(most[r])) best[r] = -1;
 }
 
+#define LOGITS(name, half)                                                                                            \
+    static __attribute__((noinline)) void name(Thread *t, const Model *m, const Inputs *levels, int64_t rows,         \
+                                               float *logits, float *most, int64_t *best) {                           \
+        logits_argmax(t, m, levels, rows, logits, most, best, half);                                                  \
+    }
+LOGITS(logits_bf16, 1)
+LOGITS(logits_f32, 0)
+
 /* A product with those of the adapters, of which it has `count` parts from `first` on. */
 INLINE void adapted(Thread *t, const Product *p, Adapters *step, int64_t first, int64_t count, const void *x,
                     const Inputs *levels, int64_t rows, void *to, int how, const float *gates, int half) {
     if (step->num_runs) {
         step->first = first, step->count = count;
-        make_low(t, step, x, p->inputs, half);
+        (half ? make_low_bf16 : make_low_f32)(t, step, x, p->inputs);
     }
     (half ? product_bf16 : product_f32)(t, p, x, levels, rows, to, how, gates, step->num_runs ? step : NULL);
 }
@@ -773,14 +821,8 @@ INLINE void look_up(Thread *t, const Model *m, const Layer *l, const Token *toke
     norms(t, m, l->attention_norm, l->epsilon, NULL, rows, takes_levels(&l->qkv, half), in, half);
     adapted(t, &l->qkv, own, QKV, 3, m->input, in, rows, m->qkv, STORE, NULL, half);
     wait_for_all(t);
-    rotate_and_store(t, m, l, tokens, rows, half);
-    switch (l->head_dim) { /* a constant head_dim halves the time */
-    case 32: attend(t, m, l, tokens, rows, 32, half); break;
-    case 64: attend(t, m, l, tokens, rows, 64, half); break;
-    case 128: attend(t, m, l, tokens, rows, 128, half); break;
-    case 256: attend(t, m, l, tokens, rows, 256, half); break;
-    default: attend(t, m, l, tokens, rows, l->head_dim, half);
-    }
+    (half ? rotate_bf16 : rotate_f32)(t, m, l, tokens, rows);
+    (half ? attend_bf16 : attend_f32)(t, m, l, tokens, rows);
 }
 
 /* What a delta net reads from its states for the normalised stream, into `mixed`. */
@@ -797,7 +839,7 @@ INLINE void remember(Thread *t, const Model *m, const Layer *l, const Strides *s
         adapted(t, products[i], own, QKV + i, 1, m->input, in, rows, results[i], STORE, NULL, half);
     }
     wait_for_all(t);
-    convolve(t, d, step, m->qkv, half);
+    (half ? convolve_bf16 : convolve_f32)(t, d, step, m->qkv);
     advance_states(t, d, step);
     gate_heads(t, d, step, rows, m->mixed, half);
 }
@@ -1019,14 +1061,17 @@ INLINE void forward(Thread *t, const Step *s, int half) {
     add_deep(t, m, tokens, own.layer, rows);
     const Inputs last = inputs_at(m->levels, MOST_ROWS, groups(&m->head));
     norms(t, m, m->norm, m->epsilon, indices ? NULL : s->keep, s->kept, takes_levels(&m->head, half), &last, half);
-    logits_argmax(t, m, &last, s->kept, s->logits, s->most, s->best, half);
+    (half ? logits_bf16 : logits_f32)(t, m, &last, s->kept, s->logits, s->most, s->best);
 }
+
+/* As functions apart, which take the compiler half as long. */
+static __attribute__((noinline)) void forward_bf16(Thread *t, const Step *s) { forward(t, s, 1); }
+static __attribute__((noinline)) void forward_f32(Thread *t, const Step *s) { forward(t, s, 0); }
 
 static void compute_step(void *given) {
     const Step *s = given;
     Thread t = this_thread(&((Step *)given)->team);
-    if (s->model->half) forward(&t, s, 1);
-    else forward(&t, s, 0);
+    (s->model->half ? forward_bf16 : forward_f32)(&t, s);
     release_tiles();
 }
 

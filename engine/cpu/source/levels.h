@@ -120,8 +120,7 @@ INLINE void store_groups(const Numbers n[SIDE], __m512 by, __m512 scales, int64_
     store_words(to->halves, 2 * at + 4, _mm512_unpackhi_ps(FLOATS(lows), FLOATS(highs)), 2 * left - 4);
 }
 
-/* Quantise one row T [I], the row number `row` of `to`. A group that holds NaN or infinity gets such a scale. */
-INLINE void quantize_row(const void *x, int64_t row, int64_t count, const Inputs *to, int half) {
+INLINE void quantize_groups(const void *x, int64_t row, int64_t count, const Inputs *to, int half) {
     const int64_t num_groups = (count + GROUP - 1) / GROUP;
     for (int64_t g = 0; g < num_groups; g += SIDE) {
         Numbers n[SIDE];
@@ -129,6 +128,18 @@ INLINE void quantize_row(const void *x, int64_t row, int64_t count, const Inputs
         const __m512 most = largest_sizes(n);
         store_groups(n, factors_of(most), _mm512_div_ps(most, _mm512_set1_ps(127)), row * num_groups, g, num_groups, to);
     }
+}
+
+#define QUANTIZE(name, half)                                                                                          \
+    static __attribute__((noinline)) void name(const void *x, int64_t row, int64_t count, const Inputs *to) {         \
+        quantize_groups(x, row, count, to, half);                                                                     \
+    }
+QUANTIZE(quantize_bf16, 1)
+QUANTIZE(quantize_f32, 0)
+
+/* Quantise one row T [I], the row number `row` of `to`. A group that holds NaN or infinity gets such a scale. */
+INLINE void quantize_row(const void *x, int64_t row, int64_t count, const Inputs *to, int half) {
+    (half ? quantize_bf16 : quantize_f32)(x, row, count, to);
 }
 
 /* A group's largest input becomes one of these levels: 127, 125, ... With a lower one the steps are larger, but others

@@ -138,8 +138,9 @@ class Access:
 
     def tls(self) -> ssl.SSLContext:
         """Raises `AccessError`."""
-        context = ssl.create_default_context()
-        if self.ca is not None:
+        if self.ca is None:
+            context = ssl.create_default_context()
+        else:
             _text(self.ca, "nats_ca")
             try:
                 context = ssl.create_default_context(cafile=self.ca)
