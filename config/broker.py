@@ -21,6 +21,9 @@ OF_OWN_SERVER = (
 )
 
 
+LEAST_STORE = 64 << 20  # bytes
+
+
 class BrokerSettings(ModelsSettings):
     """A part of `Settings`."""
 
@@ -55,7 +58,7 @@ class BrokerSettings(ModelsSettings):
     nats_replicas: int = Field(1, ge=1, le=5, description="Copies that a NATS cluster keeps of each stream.")
     store_limit: ByteSize = Field(
         ByteSize(16 << 30),
-        ge=64 << 20,
+        ge=LEAST_STORE,
         description="Disk space of all streams together; the embedded broker starts with three quarters of the free "
         "disk if that is less.",
     )

@@ -110,7 +110,7 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings, ImageSettings):
     )
     events_limit: ByteSize = Field(
         ByteSize(256 << 20),
-        gt=0,
+        ge=8 << 20,  # the largest message
         description="Size of the stored outputs and events of all requests; at most a quarter of store_limit.",
     )
     batch_concurrency: int = Field(128, ge=1, description="Requests of one batch that wait or run at the same time.")

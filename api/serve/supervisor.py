@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import orjson
 import structlog
 
-from ...config.broker import check_broker
+from ...config.broker import LEAST_STORE, check_broker
 from ...config.deployment import explicit
 from ...config.process import handle_stop_signals
 from ...config.settings import Settings
@@ -180,7 +180,7 @@ class Supervisor:
         """Agree on our own settings: the flags of the broker's owner change the deployment."""
         loaded, settings = self._loaded, self._settings.model_copy(update={"nats_url": url})
         if loaded.origins["store_limit"] == "default":
-            free = shutil.disk_usage(settings.state_dir).free * 3 // 4
+            free = max(LEAST_STORE, shutil.disk_usage(settings.state_dir).free * 3 // 4)
             if free < settings.store_limit:
                 log.warning("little disk space, store_limit lowered", store_limit=free)
                 settings = settings.model_copy(update={"store_limit": free})
