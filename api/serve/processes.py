@@ -128,6 +128,18 @@ class ProcessKeeper:
                     child.kill()
 
 
+def how_it_ended(status: int) -> str:
+    """How a process with this exit status has ended, for people; below 0 it is the signal that ended it."""
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:  # of real time
+        name = f"signal {-status}"
+    advice = ", as the system does when its memory runs out" if -status == signal.SIGKILL else ""
+    return f"was killed by {name}{advice}"
+
+
 async def keep_broker(server: EmbeddedServer) -> None:
     """Restart the broker whenever it dies, or could not write and could now, until cancelled."""
     mending = asyncio.create_task(_mend_broker(server))

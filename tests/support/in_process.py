@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import os
 import uuid
 from collections.abc import Callable
@@ -51,8 +52,8 @@ class Tasks(ProcessKeeper):
     async def run(self, part: Part, environment: dict[str, str], until: asyncio.Event) -> int:
         worker, revision = part.arguments[2], int(part.arguments[4])
         source = (await self._store.read()).find(MODEL).sources[revision]
-        if source == "dead":
-            return 1
+        if source in ("dead", "killed"):
+            return 1 if source == "dead" else -signal.SIGKILL
         if source == "endless":  # it loads for ever
             await until.wait()
             return 0
