@@ -427,6 +427,6 @@ def test_secrets_of_an_unusual_broker_url_are_not_printed_either(file: Path, val
 @pytest.mark.parametrize("name", ["a\nb", "a" * 257])
 def test_a_name_that_no_request_could_hold_is_refused(name: str) -> None:
     """The model was served, and each request for it got 400 or 404."""
-    for given in ({"served_model_name": name}, {"lora_modules": f"{name}=adapter"}):
+    for values in ({"served_model_name": name}, {"lora_modules": f"{name}=adapter"}):
         with pytest.raises(ConfigurationError, match="must have 1 to 256 characters, and no control characters"):
-            load(given)
+            load(values)
