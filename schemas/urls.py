@@ -89,7 +89,7 @@ def goes_through_proxies(url: str) -> bool:
 
 def by_proxy(url: str) -> str:
     """Words for an error of a request to `url`, which name the proxy of the environment that it went to; "" without."""
-    from urllib.request import getproxies_environment, proxy_bypass_environment
+    from urllib.request import getproxies_environment, proxy_bypass
 
     try:
         parts = urlsplit(url)
@@ -98,7 +98,7 @@ def by_proxy(url: str) -> str:
         return ""
     found = getproxies_environment()
     name = next((name for name in (parts.scheme, "all") if name in found), None)
-    if not host or name is None or is_loopback(host) or proxy_bypass_environment(host, found):
+    if not host or name is None or is_loopback(host) or proxy_bypass(host):
         return ""
     return f", by the proxy that {name.upper()}_PROXY names"
 

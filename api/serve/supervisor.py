@@ -26,6 +26,7 @@ import structlog
 
 from ...config.broker import LEAST_STORE, check_broker
 from ...config.deployment import explicit
+from ...config.log_lines import LogLines
 from ...config.process import handle_stop_signals
 from ...config.settings import Settings
 from ...config.sources import Loaded, variable
@@ -237,9 +238,4 @@ async def announce(url: str, workers: int = 1) -> None:
 
 def say(line: str, stream: TextIO) -> None:
     """Print a line; nobody has to listen any more."""
-    try:
-        stream.write(f"{line}\n")  # at once: others write to the same file
-        stream.flush()
-    except OSError:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), stream.fileno())  # else Python complains at its end
+    LogLines(stream).msg(line)
