@@ -17,6 +17,8 @@ from .log_lines import LogLines
 from .settings import Settings
 from .tracebacks import FirstLine, as_text, write
 
+log = structlog.get_logger(__name__)
+
 
 def configure_logging(settings: Settings, **context: object) -> None:
     """Set up structlog and route the standard library's logging (uvicorn, nats, transformers) through it.
@@ -55,7 +57,7 @@ def configure_logging(settings: Settings, **context: object) -> None:
 
 
 def _dropped(number: int) -> None:
-    structlog.get_logger(__name__).warning("log lines dropped, as nobody read them", lines=number)
+    log.warning("log lines dropped, as nobody read them", lines=number)
 
 
 def as_json(event: object, **options: Any) -> str:
