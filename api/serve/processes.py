@@ -15,7 +15,7 @@ from typing import IO
 
 import structlog
 
-from ...config.process import FAMILY, die_with_parent, python
+from ...config.process import FAMILY, die_with_parent, directory_of_children, python
 from ...config.settings import Settings
 from ...config.sources import variable
 from ...schemas.errors import Fatal, StartupError
@@ -103,6 +103,7 @@ class ProcessKeeper:
             stdout=self._output,
             stderr=self._output,
             pass_fds=part.files,
+            cwd=directory_of_children(),
             start_new_session=True,  # Ctrl-C reaches only the parent, which ends the children in order
             preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
