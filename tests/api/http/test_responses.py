@@ -373,7 +373,9 @@ def test_a_conversation_that_is_changed_keeps_its_items(office: Office, change: 
     path = f"/v1/conversations/{orjson.loads(office.ask('POST', '/v1/conversations', {'items': given}).body)['id']}"
     buckets = [office.run(office.broker.bucket(name)) for name in (RESPONSES, OBJECT_DATA)]
     head = f"default.{path.rpartition('/')[2]}"
-    old = orjson.loads(office.run(buckets[0].get(head)).value) | {"created_at": 0}
+    entry = office.run(buckets[0].get(head))
+    assert entry is not None
+    old = orjson.loads(entry.value) | {"created_at": 0}
     office.run(buckets[0].put(head, orjson.dumps(old)))
     before = [(bucket, entry) for bucket in buckets for entry in office.run(bucket.entries())]
     more = {"items": [{"id": "msg_c", "role": "user", "content": "c"}]}
