@@ -14,11 +14,15 @@ from .models import ModelsSettings
 _is_server = re.compile(r"((nats|tls)://)?(.*@)?([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d{1,5})?/?").fullmatch
 _PROOFS = ("nats_credentials", "nats_nkey", "nats_token_file", "nats_password_file")  # of which one is enough
 _PAIRS = (("nats_user_file", "nats_password_file"), ("nats_certificate", "nats_certificate_key"))
+_FILES = (*_PROOFS, "nats_user_file", "nats_ca", "nats_certificate", "nats_certificate_key")  # read again and again
 OF_OWN_SERVER = (
     *_PROOFS,
     *("nats_user_file", "nats_ca", "nats_certificate", "nats_certificate_key", "nats_tls_first"),
     *("nats_inbox_prefix", "nats_domain"),
 )
+
+
+LEAST_STORE = 64 << 20  # bytes
 
 
 class BrokerSettings(ModelsSettings):
@@ -55,7 +59,7 @@ class BrokerSettings(ModelsSettings):
     nats_replicas: int = Field(1, ge=1, le=5, description="Copies that a NATS cluster keeps of each stream.")
     store_limit: ByteSize = Field(
         ByteSize(16 << 30),
-        ge=64 << 20,
+        ge=LEAST_STORE,
         description="Disk space of all streams together; the embedded broker starts with three quarters of the free "
         "disk if that is less.",
     )
@@ -65,6 +69,13 @@ class BrokerSettings(ModelsSettings):
         description="How often the embedded server syncs to disk: 'always' survives power cuts, at a cost.",
     )
     namespace: SubjectToken = Field("penstock", description="First token of every subject.")
+
+    @field_validator(*_FILES, "api_keys_file", "mcp_config", check_fields=False)
+    @classmethod
+    def _readable_again(cls, value: Path | None) -> Path | None:
+        if value is not None and value.is_fifo():
+            raise ValueError("is a pipe, such as that of <(command), which can be read once: name a file instead")
+        return value
 
     @field_validator("nats_url")
     @classmethod

@@ -22,7 +22,9 @@ def read_bytes(path: Path) -> bytes:
             return file.readall()
         data = file.read(1)
         if data == b"" and stat.S_ISFIFO(mode):
-            raise OSError(errno.EAGAIN, "is a pipe that nobody writes to; name a file", str(path))
+            raise OSError(
+                errno.EAGAIN, "is a pipe that nobody writes to, or that was read before; name a file", str(path)
+            )
         os.set_blocking(file.fileno(), True)  # somebody holds the other end
         whole = bytearray(data or b"")
         while data != b"":

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import sys
 from itertools import chain
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import orjson
 import structlog
 
 from ..schemas.errors import StreamFull, Transient
+from .log_lines import LogLines
 from .settings import Settings
 from .tracebacks import FirstLine, as_text, write
+
+log = structlog.get_logger(__name__)
 
 
 def configure_logging(settings: Settings, **context: object) -> None:
@@ -34,14 +36,15 @@ def configure_logging(settings: Settings, **context: object) -> None:
         if console
         else [structlog.processors.ExceptionRenderer(as_text), structlog.processors.JSONRenderer(as_json)]
     )
+    lines = LogLines(sys.stderr, _dropped)
     # Past the standard library, in which a line takes three times as long.
     structlog.configure(
         processors=[*shared, *rendering],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(settings.log_level.upper())),
-        logger_factory=lambda *_: _Lines(sys.stderr),
+        logger_factory=lambda *_: lines,
         cache_logger_on_first_use=True,
     )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(lines)
     final = [structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendering]
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=final, foreign_pre_chain=shared))
     logging.basicConfig(handlers=[handler], level=settings.log_level.upper(), force=True)
@@ -53,18 +56,8 @@ def configure_logging(settings: Settings, **context: object) -> None:
     structlog.contextvars.bind_contextvars(**context)
 
 
-class _Lines:
-    """Writes each line at once. A reader that has gone, or a disk that is full, costs lines and no request."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def msg(self, line: str) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self._stream.write(line + "\n")
-            self._stream.flush()
-
-    debug = info = warning = error = critical = msg
+def _dropped(number: int) -> None:
+    log.warning("log lines dropped, as nobody read them", lines=number)
 
 
 def as_json(event: object, **options: Any) -> str:

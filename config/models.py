@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -22,6 +23,15 @@ def _check_prefix(value: str) -> str:
 
 
 UrlPrefix = Annotated[str, AfterValidator(_check_prefix)]
+
+
+def _check_name(value: str) -> str:
+    if not re.fullmatch(r"[^\x00-\x1f\x7f]{1,256}", value):
+        raise ValueError("must have 1 to 256 characters, and no control characters among them")
+    return value
+
+
+ServedName = Annotated[str, AfterValidator(_check_name)]  # that requests can hold
 
 
 def _pairs(value: object) -> object:
@@ -104,4 +114,9 @@ class ModelsSettings(BaseSettings):
             raise ValueError(f"{', '.join(map(repr, bad))}: write NAME=DIRECTORY, without commas in either")
         if len(parse_adapters(value)) < len(value):
             raise ValueError("a name is given twice; give each adapter its own")
+        for name in parse_adapters(value):
+            try:
+                _check_name(name)
+            except ValueError as error:
+                raise ValueError(f"the adapter's name {name!r} {error}") from None
         return value

@@ -59,6 +59,15 @@ def python(module: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, *(() if looks_there else ("-P",)), "-m", module, *arguments)
 
 
+def directory_of_children() -> str | None:
+    """The working directory for children: ours, or / once somebody has deleted it, where libraries end a process."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "/"
+    return None
+
+
 @functools.cache
 def host() -> str:
     """The scope of process ids: this boot of this machine and, on Linux, the container."""

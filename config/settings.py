@@ -18,7 +18,7 @@ from .api_keys import ApiKey
 from .broker import BrokerSettings
 from .directories import user_state
 from .images import ImageSettings
-from .models import UrlPrefix, split_commas
+from .models import ServedName, UrlPrefix, split_commas
 from .plugins import PluginSettings
 from .tenants import TenantSettings
 
@@ -54,9 +54,8 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings, ImageSettings):
     host: str = Field("127.0.0.1", min_length=1, description="Address the HTTP bridge listens on.")
     port: int = Field(8000, ge=0, le=65535, description="Port of the HTTP bridge; 0 takes a free one.")
     grpc_port: int | None = Field(None, ge=0, le=65535, description="Port of gRPC (0: a free one); off without it.")
-    served_model_name: str | None = Field(
+    served_model_name: ServedName | None = Field(
         None,
-        min_length=1,
         description="Name under which clients ask for the model; by default its directory's or file's.",
     )
     max_body_size: ByteSize = Field(ByteSize(7 << 20), gt=0, description="Largest HTTP body; more is refused with 413.")
@@ -110,7 +109,7 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings, ImageSettings):
     )
     events_limit: ByteSize = Field(
         ByteSize(256 << 20),
-        gt=0,
+        ge=8 << 20,  # the largest message
         description="Size of the stored outputs and events of all requests; at most a quarter of store_limit.",
     )
     batch_concurrency: int = Field(128, ge=1, description="Requests of one batch that wait or run at the same time.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from typing import TYPE_CHECKING, NamedTuple, Self
+from urllib.parse import urlsplit
 
 from .errors import StartupError
 
@@ -84,6 +85,22 @@ def goes_through_proxies(url: str) -> bool:
         return False
     check_proxies()
     return True
+
+
+def by_proxy(url: str) -> str:
+    """Words for an error of a request to `url`, which name the proxy of the environment that it went to; "" without."""
+    from urllib.request import getproxies_environment, proxy_bypass
+
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+    except ValueError:
+        return ""
+    found = getproxies_environment()
+    name = next((name for name in (parts.scheme, "all") if name in found), None)
+    if not host or name is None or is_loopback(host) or proxy_bypass(host):
+        return ""
+    return f", by the proxy that {name.upper()}_PROXY names"
 
 
 def check_proxies() -> None:

@@ -24,10 +24,11 @@ from ..config.settings import Settings
 from ..schemas.canaries import CANARY
 from ..schemas.errors import DeadlineExceeded, GenerationFailed, StageFailed, Superseded
 from ..schemas.events import FINAL, Accepted, Cancelled, Event, Queued, Token, Usage
-from ..schemas.jobs import Priority, ValidatedJob
+from ..schemas.jobs import Job, Priority, ValidatedJob
 from ..schemas.loops import Step, TurnId
 from ..schemas.wire import codec
 from ..schemas.wire.codec import DecodeError
+from ..streams.lanes import check_fits
 from ..streams.outages import through_outages
 from ..streams.port import (
     DEADLINE,
@@ -89,15 +90,20 @@ class Pipe:
         """Send a job to the first subject of `route` and the rest of the route with it; returns where it is stored.
 
         The request's id is the message id in every stream, so that a redelivery mostly costs nothing; what must not
-        happen twice is fenced further on.
+        happen twice is fenced further on. Raises as `encoded` does.
         """
         headers = {SCHEMA: codec.VALIDATED_JOB, DEADLINE: f"{job.deadline:.3f}", NEXT: " ".join(route[1:])}
         if trace := delivery.message.headers.get(TRACE_PARENT):
             headers[TRACE_PARENT] = trace
         headers |= headers_until(self.now())
-        return await self.broker.publish(
-            route[0], codec.encode(job), message_id=f"{job.tenant}.{job.id}", headers=headers
-        )
+        name = f"{job.tenant}.{job.id}"
+        return await self.broker.publish(route[0], self.encoded(job), message_id=name, headers=headers)
+
+    def encoded(self, job: Job | ValidatedJob) -> bytes:
+        """Raises `PayloadTooLarge` for a job that no queue could hold."""
+        data = codec.encode(job)
+        check_fits(len(data), self.settings)
+        return data
 
     def outputs_of(self, tenant: str, request: str) -> str:
         """The subject of a request's outputs."""

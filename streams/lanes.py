@@ -7,21 +7,35 @@ waits for a worker that has yet to come back.
 from __future__ import annotations
 
 import contextlib
+from functools import lru_cache
 
 import structlog
 
 from ..config.settings import Settings
-from ..schemas.errors import BrokerDenied, StartupError, StreamMissing
+from ..schemas.errors import BrokerDenied, PayloadTooLarge, StartupError, StreamMissing
 from ..schemas.jobs import Priority
 from ..schemas.models.catalogue import Catalogue
 from ..schemas.registry import ModelCard, ModelLanes
 from .port import Broker, StreamSpec
 from .records import readable
-from .topology import CATALOGUE, DECLARED, MODELS, OFFERED, PRIORITIES, STATE, batch_stream, lanes_of, model_lanes
+from .topology import (
+    BATCHES,
+    CATALOGUE,
+    DECLARED,
+    MODELS,
+    OFFERED,
+    PRIORITIES,
+    STATE,
+    batch_stream,
+    lanes_of,
+    model_lanes,
+    topology,
+)
 
 log = structlog.get_logger(__name__)
 
 PREFIX = "lanes."
+_ENVELOPE = 1 << 10  # bytes that a stored message takes besides its body: headers, subject and record
 
 
 async def open_lanes(broker: Broker, settings: Settings, model: str, revision: int = 1) -> None:
@@ -96,6 +110,30 @@ def streams_of(settings: Settings, lanes: str) -> list[StreamSpec]:
         max_models=settings.max_models,
         store_limit=int(settings.store_limit),
     )
+
+
+def relay_bytes(settings: Settings) -> int:
+    """The bytes that STREAM may hold, and EVENTS as many."""
+    return min(int(settings.events_limit), int(settings.store_limit) // 4)
+
+
+def check_fits(size: int, settings: Settings) -> None:
+    """Raises `PayloadTooLarge` for a job of `size` bytes that a queue on its way could not hold even if it were
+    empty: waiting until there is room would be in vain."""
+    most = _most_of_a_job(int(settings.store_limit), relay_bytes(settings), settings.max_models, settings.job_stages)
+    if size > most:
+        raise PayloadTooLarge(
+            f"The request has {size:,} bytes, and the queues of this deployment hold {most:,} at most: send less, or "
+            "have the operator raise store_limit, of which each queue has a share, or lower max_models."
+        )
+
+
+@lru_cache(64)
+def _most_of_a_job(store: int, relay: int, max_models: int, stages: tuple[str, ...]) -> int:
+    streams = topology("any", stages, relay_bytes=relay, store_limit=store).streams
+    lanes = model_lanes("any", "any", max_models=max_models, store_limit=store)
+    queues = [each for each in (*streams, *lanes) if each.retention == "work_queue" and each.name != BATCHES]
+    return max(0, min(each.max_bytes for each in queues) - _ENVELOPE)
 
 
 async def _is_left(broker: Broker, lanes: ModelLanes) -> bool:

@@ -16,6 +16,7 @@ from ...schemas.openai.responses.tools import hosted
 
 MOST_LINES = 50_000
 MOST_FAULTS = 100  # that are reported
+_TEXTS = ("custom_id", "method", "url")
 _NOTES = {"metadata", "user"}  # parameters without effect, which may also stand beside a body
 
 # Values that a line may hold because they change nothing.
@@ -36,11 +37,11 @@ def read_line(raw: bytes, endpoint: BatchEndpoint) -> dict[str, Any]:
         raise InvalidRequest(f"This line {error}", code="invalid_json_line") from None
     if not isinstance(value, dict):
         raise InvalidRequest("This line is not a JSON object.", code="invalid_json_line")
-    for name, kind in (("custom_id", str), ("method", str), ("url", str), ("body", dict)):
+    for name, kind, word in (*((each, str, "a string") for each in _TEXTS), ("body", dict, "an object")):
         if name not in value:
             raise InvalidRequest(f"{name} is missing.", code="missing_required_parameter", param=name)
         if not isinstance(value[name], kind) or not value[name]:
-            raise InvalidRequest(f"{name} must be a {kind.__name__} that is not empty.", param=name)
+            raise InvalidRequest(f"{name} must be {word} that is not empty.", param=name)
     if beside := value.keys() & _parameters(endpoint) - _NOTES:
         name = min(beside)
         fault = f"{name} stands beside body, where it has no effect; move it into body."

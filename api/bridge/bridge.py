@@ -17,9 +17,11 @@ from typing import Any
 
 from opentelemetry.trace import Tracer
 
+from ...config.settings import Settings
 from ...schemas.errors import STORE_FULL, Overloaded, QuotaExceeded, Refusal, StorageFull, StreamFull, StreamNotFound
 from ...schemas.jobs import TOKEN_PATTERN, Job, Priority
 from ...schemas.wire import codec
+from ...streams.lanes import check_fits
 from ...streams.port import DEADLINE, SCHEMA, TRACE_PARENT, Broker, Message
 from ...streams.topology import Subjects
 from .early_refusal import EarlyRefusal
@@ -35,14 +37,21 @@ class Bridge:
     """Opens requests under its own name, which their events carry, and follows requests of any bridge."""
 
     def __init__(
-        self, broker: Broker, subjects: Subjects, name: str | None = None, tracer: Tracer | None = None
+        self,
+        broker: Broker,
+        subjects: Subjects,
+        name: str | None = None,
+        tracer: Tracer | None = None,
+        settings: Settings | None = None,
     ) -> None:
-        """Without a `tracer`, the client's trace is passed on as it is."""
+        """Without a `tracer`, the client's trace is passed on as it is; without `settings`, the limits of the broker
+        are the only ones of a job's size."""
         self.name = name or f"b{secrets.token_hex(8)}"
         self.stopping = False  # not ready any more, and connections are to end; set by drain
         self.draining = False  # new requests are refused; set by drain
         self.last_answer = self.last_failure = time.monotonic()  # when the newest token and failure came
         self._tracer = tracer
+        self._settings = settings
         self.broker = broker
         self.subjects = subjects
         self.rates = HeardRates()
@@ -88,17 +97,21 @@ class Bridge:
 
         A `kept` request continues after its reader has left. A `shared` one may be published by another bridge too,
         under whose name its events then are.
-        Raises `Overloaded`, `QuotaExceeded` or `StorageFull` where the job is refused, and `BrokerUnavailable`.
+        Raises `Overloaded`, `QuotaExceeded`, `StorageFull` or `PayloadTooLarge` where the job is refused, and
+        `BrokerUnavailable`.
         """
         assert job.id is not None and job.bridge == self.name
         self.admit(job, priority, tenant)
+        data = codec.encode(job)
+        if self._settings is not None:
+            check_fits(len(data), self._settings)
         reading = await self._reading(job.id, tenant, deadline, kept=kept or shared, shared=shared)
         reading.span, traceparent = trace_of(self._tracer, job, tenant, trace)
         headers = {SCHEMA: codec.JOB} | ({DEADLINE: f"{deadline:.3f}"} if deadline else {})
         headers |= {TRACE_PARENT: traceparent} if traceparent else {}
         try:
             subject, name = self.subjects.jobs(priority, tenant), f"{tenant}.{job.id}"
-            await self.broker.publish(subject, codec.encode(job), message_id=name, headers=headers)
+            await self.broker.publish(subject, data, message_id=name, headers=headers)
         except BaseException as error:
             reading.close()
             match error:

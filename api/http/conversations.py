@@ -14,6 +14,7 @@ from ...schemas.errors import StreamNotFound
 from ...schemas.openai.body import Body
 from ...schemas.openai.responses.items import InputItem, input_items
 from ...streams.stores.conversations import Conversation, Conversations
+from ...streams.stores.history import COPY_AFTER
 from ...streams.topology import RESPONSES
 from .files import page
 from .openapi import body_of, refusals
@@ -71,7 +72,7 @@ class ConversationRoutes(Routes):
     async def update(self, id: str, request: Request) -> Any:
         """Replace a conversation's metadata."""
         asked = await read_parsed(MetadataBody, request, self._settings)
-        store, _ = await self._find(id, request)
+        store, _ = await self._find(id, request, change=True)
         new = {"metadata": asked.metadata or {}}
         return _shown(_existing(id, await store.change(tenant_of(request), id, lambda one: one.model_copy(update=new))))
 
@@ -84,7 +85,7 @@ class ConversationRoutes(Routes):
     async def add(self, id: str, request: Request) -> Any:
         """Append items to a conversation."""
         asked = await read_parsed(ItemsBody, request, self._settings)
-        store, _ = await self._find(id, request)
+        store, _ = await self._find(id, request, change=True)
         await self._gateway.quotas.check(tenant_of(request), _length(request), RESPONSES)
         items = await _add(store, tenant_of(request), id, asked.items)
         ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"], "has_more": False}
@@ -103,7 +104,7 @@ class ConversationRoutes(Routes):
 
     async def remove(self, id: str, item: str, request: Request) -> Any:
         """Delete an item of a conversation."""
-        store, found = await self._find(id, request)
+        store, found = await self._find(id, request, change=True)
         _item(await store.items(tenant_of(request), found), item)
 
         def without(one: Conversation) -> Conversation:
@@ -111,10 +112,14 @@ class ConversationRoutes(Routes):
 
         return _shown(_existing(id, await store.change(tenant_of(request), id, without)))
 
-    async def _find(self, id: str, request: Request) -> tuple[Conversations, Conversation]:
+    async def _find(self, id: str, request: Request, *, change: bool = False) -> tuple[Conversations, Conversation]:
+        """One that is to `change` begins to live anew with all its items, which would expire before it otherwise."""
         store = await Conversations.of(self._broker)
         valid = re.fullmatch("conv_[0-9a-f]{32}", id)
-        return store, _existing(id, await store.read(tenant_of(request), id) if valid else None)
+        found = _existing(id, await store.read(tenant_of(request), id) if valid else None)
+        if change:
+            await store.renew(tenant_of(request), found, time.time(), self._settings.responses_ttl * COPY_AFTER)
+        return store, found
 
 
 async def _add(store: Conversations, tenant: str, id: str, given: list[InputItem]) -> list[dict[str, Any]]:

@@ -48,7 +48,7 @@ async def serve_http(
     """Serve HTTP, and with it what is `beside`, until `stopping`, then drain: until open requests have ended or
     `drain_timeout` has passed. Both begin `stop_delay` later, for which `/health/ready` alone says so."""
     settings = settings.model_copy(update={"max_connections": _room_for(settings.max_connections)})
-    bridge = Bridge(broker, subjects, tracer=tracer)
+    bridge = Bridge(broker, subjects, tracer=tracer, settings=settings)
     await bridge.start()
     family = FamilyMetrics()
     await family.listen(broker, subjects)

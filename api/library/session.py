@@ -23,7 +23,7 @@ from ...engine import InferenceEngine
 from ...schemas.base import tool_name
 from ...schemas.errors import GenerationFailed, InvalidRequest
 from ...schemas.loops import LoopTool, Source, ToolResult
-from ...schemas.urls import goes_through_proxies
+from ...schemas.urls import by_proxy, goes_through_proxies
 from ..tools.functions import Function
 from ..tools.mcp_config import FUNCTIONS, HttpServer, ServerConfig
 from ..tools.toolbox import Toolbox
@@ -210,7 +210,8 @@ class _Remote:
                     "chat/completions", json={"model": self._name, **body}, headers=headers
                 )
             except httpx2.HTTPError as error:
-                fault = GenerationFailed(f"No answer from {self._http.base_url} ({type(error).__name__}).")
+                reason = f"{type(error).__name__}{by_proxy(str(self._http.base_url))}"
+                fault = GenerationFailed(f"No answer from {self._http.base_url} ({reason}).")
             else:
                 if response.is_success:
                     return _completion(response)

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from ...config.process import die_with_parent, python, uncollected
+from ...config.process import die_with_parent, directory_of_children, python, uncollected
 
 WORKER = ("worker", "--id", "w0")
 """Its arguments: of the first worker of a `serve` with a broker of its own."""
@@ -37,6 +37,7 @@ class AheadWorker:
                 env=os.environ | {_FILE: str(reading)},
                 stdin=subprocess.DEVNULL,
                 pass_fds=(reading,),
+                cwd=directory_of_children(),
                 start_new_session=True,
                 preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )

@@ -15,7 +15,7 @@ from typing import IO
 
 import structlog
 
-from ...config.process import FAMILY, die_with_parent, python
+from ...config.process import FAMILY, die_with_parent, directory_of_children, python
 from ...config.settings import Settings
 from ...config.sources import variable
 from ...schemas.errors import Fatal, StartupError
@@ -103,6 +103,7 @@ class ProcessKeeper:
             stdout=self._output,
             stderr=self._output,
             pass_fds=part.files,
+            cwd=directory_of_children(),
             start_new_session=True,  # Ctrl-C reaches only the parent, which ends the children in order
             preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
@@ -126,6 +127,18 @@ class ProcessKeeper:
             if child.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     child.kill()
+
+
+def how_it_ended(status: int) -> str:
+    """How a process with this exit status has ended, for people; below 0 it is the signal that ended it."""
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:  # of real time
+        name = f"signal {-status}"
+    advice = ", as the system does when its memory runs out" if -status == signal.SIGKILL else ""
+    return f"was killed by {name}{advice}"
 
 
 async def keep_broker(server: EmbeddedServer) -> None:

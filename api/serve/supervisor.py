@@ -24,8 +24,9 @@ from urllib.parse import urlsplit
 import orjson
 import structlog
 
-from ...config.broker import check_broker
+from ...config.broker import LEAST_STORE, check_broker
 from ...config.deployment import explicit
+from ...config.log_lines import LogLines
 from ...config.process import handle_stop_signals
 from ...config.settings import Settings
 from ...config.sources import Loaded, variable
@@ -180,7 +181,7 @@ class Supervisor:
         """Agree on our own settings: the flags of the broker's owner change the deployment."""
         loaded, settings = self._loaded, self._settings.model_copy(update={"nats_url": url})
         if loaded.origins["store_limit"] == "default":
-            free = shutil.disk_usage(settings.state_dir).free * 3 // 4
+            free = max(LEAST_STORE, shutil.disk_usage(settings.state_dir).free * 3 // 4)
             if free < settings.store_limit:
                 log.warning("little disk space, store_limit lowered", store_limit=free)
                 settings = settings.model_copy(update={"store_limit": free})
@@ -237,9 +238,4 @@ async def announce(url: str, workers: int = 1) -> None:
 
 def say(line: str, stream: TextIO) -> None:
     """Print a line; nobody has to listen any more."""
-    try:
-        stream.write(f"{line}\n")  # at once: others write to the same file
-        stream.flush()
-    except OSError:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), stream.fileno())  # else Python complains at its end
+    LogLines(stream).msg(line)

@@ -29,7 +29,7 @@ from ...streams.port import Message
 from ...streams.stores.catalogue import CatalogueStore
 from ...streams.stores.registry import Registry
 from ...streams.topology import lanes_of
-from .processes import FATAL_EXIT, Part, ProcessKeeper
+from .processes import FATAL_EXIT, Part, ProcessKeeper, how_it_ended
 
 log = structlog.get_logger(__name__)
 
@@ -157,4 +157,4 @@ class HostedWorkers:
         with contextlib.suppress(Fatal), outage_logged("a worker's last word cannot be read", worker=hosted.worker):
             if word := await self._registry.last_word(hosted.worker):
                 return word
-        return f"its worker ended with status {status}"
+        return f"its worker {how_it_ended(status)}"

@@ -26,7 +26,7 @@ from mcp.client.streamable_http import streamable_http_client
 
 from ...schemas.errors import StartupError, ToolFailed
 from ...schemas.loops import KeepImage, ToolResult
-from ...schemas.urls import goes_through_proxies
+from ...schemas.urls import by_proxy, goes_through_proxies
 from ...schemas.version import __version__
 from .cutting import cut
 from .mcp_config import HttpServer, ServerConfig
@@ -202,7 +202,7 @@ class McpClient:
             case MCPError() | ToolFailed() | StartupError() | RuntimeError():
                 return self._hidden(str(error))
             case httpx2.TransportError() | OSError():
-                return f"it cannot be reached ({type(error).__name__})"
+                return f"it cannot be reached ({type(error).__name__}{by_proxy(getattr(self.server, 'url', ''))})"
             case _:  # its text may quote the request
                 return f"its answer is invalid ({type(error).__name__})"
 

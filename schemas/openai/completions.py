@@ -284,7 +284,8 @@ def generation_params(request: Request, *, room: int, seed: int) -> GenerationPa
             values["prompt_logprobs"] = request.logprobs
             values["max_tokens"] = request.max_tokens or (1 if request.max_tokens == 0 else room)
         if request.best_of not in (None, request.n or 1):
-            raise InvalidRequest("best_of above n is not supported.", code="unsupported_parameter", param="best_of")
+            fault = f"best_of is not supported beside an n of {request.n or 1}; leave it out."
+            raise InvalidRequest(fault, code="unsupported_parameter", param="best_of")
     if values.get("max_tokens", 0) > room and not request.fit_max_tokens:
         param = names.get("max_tokens", "max_tokens")
         raise InvalidRequest(

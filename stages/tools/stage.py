@@ -263,7 +263,7 @@ class Tools(Stage):
         asked = Job(id=id, endpoint="/v1/chat/completions", bridge=job.bridge, body=body)
         subject = self.pipe.subjects.jobs(job.priority, job.tenant)
         headers = {DEADLINE: f"{job.deadline:.3f}", **traceparent()}
-        await self.pipe.store(subject, codec.encode(asked), f"{job.tenant}.{id}", codec.JOB, headers)
+        await self.pipe.store(subject, self.pipe.encoded(asked), f"{job.tenant}.{id}", codec.JOB, headers)
 
     async def _take(self, stored: Stored, turn: TurnId) -> None:
         """Continue after a turn that has ended."""

@@ -76,17 +76,21 @@ class Conversations:
         """
         if (found := await self.read(tenant, id)) is None:
             return None
-        renewed = found.renewed_at
-        if now - max(found.created_at, renewed) > fresh:
-            for first in range(0, len(found.parts), AT_ONCE):
-                names = found.parts[first : first + AT_ONCE]
-                await asyncio.gather(*(self._parts.renew(f"{tenant}.{id}.{name}") for name in names))
-            renewed = int(now)
+        await self.renew(tenant, found, now, fresh)
+        return await self.change(tenant, id, lambda one: one.model_copy(update={"used": len(one.parts)}))
 
-        def used(one: Conversation) -> Conversation:
-            return one.model_copy(update={"used": len(one.parts), "renewed_at": max(one.renewed_at, renewed)})
+    async def renew(self, tenant: str, found: Conversation, now: float, fresh: float) -> None:
+        """Have its parts live as long again as new ones, unless they are `fresh` seconds old at most."""
+        if now - max(found.created_at, found.renewed_at) <= fresh:
+            return
+        for first in range(0, len(found.parts), AT_ONCE):
+            names = found.parts[first : first + AT_ONCE]
+            await asyncio.gather(*(self._parts.renew(f"{tenant}.{found.id}.{name}") for name in names))
 
-        return await self.change(tenant, id, used)
+        def renewed(one: Conversation) -> Conversation:
+            return one.model_copy(update={"renewed_at": max(one.renewed_at, int(now))})
+
+        await self.change(tenant, found.id, renewed)
 
     async def create(self, tenant: str, conversation: Conversation) -> None:
         await self._heads.create(f"{tenant}.{conversation.id}", conversation.model_dump_json().encode())

@@ -33,9 +33,11 @@ def test_no_command_waits_for_a_pipe_that_nobody_writes_to(pipe: Path) -> None:
         lambda: load_servers(pipe),
         lambda: load_scenario(pipe),
     ):
-        with pytest.raises(ConfigurationError, match=r"penstock\.toml.* is a pipe that nobody writes to; name a file"):
+        with pytest.raises(
+            ConfigurationError, match=r"penstock\.toml.* is a pipe that nobody writes to, or that was read"
+        ):
             read()
-    with pytest.raises(AccessError, match="is a pipe that nobody writes to; name a file"):
+    with pytest.raises(AccessError, match="is a pipe that nobody writes to, or that was read"):
         Access(ca=pipe).tls()
 
 
@@ -68,3 +70,13 @@ def test_what_a_command_writes_into_a_pipe_is_read_to_its_end() -> None:
         assert read_text(Path(f"/dev/fd/{reading}")) == text
         writer.join()
     assert load(config=Path(os.devnull)).settings.port == 8000
+
+
+@pytest.mark.parametrize("setting", ["api_keys_file", "mcp_config", "nats_ca", "nats_token_file", "nats_credentials"])
+def test_a_pipe_in_place_of_a_file_that_is_read_again_is_refused_at_once(setting: str) -> None:
+    """The first process had its content, and the next found nothing: `is a pipe that nobody writes to`."""
+    reading, writing = os.pipe()
+    with open(reading, "rb"), open(writing, "w") as end:
+        print("secret", file=end, flush=True)
+        with pytest.raises(ConfigurationError, match=rf"^{setting} .* can be read once: name a file instead"):
+            load({setting: f"/dev/fd/{reading}"})

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -144,3 +145,32 @@ def test_a_reader_that_has_gone_ends_nothing(form: str) -> None:
     finally:
         os.close(writing)
     assert (ran.returncode, ran.stdout) == (0, b"goes on")
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_nobody_waits_for_a_reader_of_the_log_who_stands_still(is_read: bool) -> None:
+    """As a halted terminal does: the process waited for it, and answered nobody."""
+    program = """
+        import sys
+        for number in range(5_000):
+            structlog.get_logger("penstock").warning("line", number=number)
+        logging.getLogger("uvicorn").warning("of a library")
+        print("done", flush=True)
+        sys.stdin.read()
+    """
+    code = textwrap.dedent(SET_UP.replace("FORMAT", "json")) + textwrap.dedent(program)
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin and process.stdout and process.stderr
+        assert process.stdout.readline() == "done\n"
+        lines: list[dict[str, Any]] = []
+        while is_read and (not lines or "lines" not in lines[-1]):
+            lines.append(json.loads(process.stderr.readline()))
+        process.stdin.close()
+        assert process.wait(60) == 0
+    if is_read:
+        *written, last = lines
+        numbers = [line["number"] for line in written if line["event"] == "line"]
+        assert numbers[:100] == [*range(100)] and numbers == sorted(numbers) and len(written) > 2_000
+        assert (last["event"], last["lines"]) == ("log lines dropped, as nobody read them", 5_001 - len(written))

@@ -120,7 +120,9 @@ def _faults(name: str) -> list[str]:
     if name in ALLOWED_URLS:
         return ["example.org", "https://a.example/?x=1", "ftp://a.example", "https://"]
     if name == "lora_modules":
-        return ["a", "a=", "=a", "a=b,a=c", "a=b,c"]
+        return ["a", "a=", "=a", "a=b,a=c", "a=b,c", "a\nb=c", f"{'a' * 257}=b"]
+    if name == "served_model_name":  # what no request could ask for
+        return ["", "a\nb", "a" * 257]
     if name == "tenant_weights":
         return ["a", "a=", "=1", "a=0", "a=-1", "a=1,a=2", "a=x", "a b=1", "a=inf"]
     if name in ("tenant_requests_per_minute", "tenant_tokens_per_minute"):
@@ -420,3 +422,11 @@ def test_secrets_of_the_broker_url_are_never_printed(file: Path, secret: str, ur
 @pytest.mark.parametrize("values", [{"nats_url": "user:S3cret@host:4222"}, {"nats_url": ["nats://S3cret@host"]}])
 def test_secrets_of_an_unusual_broker_url_are_not_printed_either(file: Path, values: dict[str, Any]) -> None:
     assert "S3cret" not in _invoke(app, file, {"file": values, "variable": {}, "flag": {}}, "config").output
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a" * 257])
+def test_a_name_that_no_request_could_hold_is_refused(name: str) -> None:
+    """The model was served, and each request for it got 400 or 404."""
+    for values in ({"served_model_name": name}, {"lora_modules": f"{name}=adapter"}):
+        with pytest.raises(ConfigurationError, match="must have 1 to 256 characters, and no control characters"):
+            load(values)

@@ -10,6 +10,7 @@ from typing import Any
 import anthropic
 import httpx2
 import openai
+import psutil
 import pytest
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, RunConfig, Runner, function_tool
 from serving import Process, Served
@@ -18,13 +19,20 @@ MODEL = "penstock-nano"
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    state_dir = tmp_path_factory.mktemp("serve") / "state"
-    process = Process("serve", "--port", "0", "--state-dir", str(state_dir))
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Its working directory is `release`, beside its state."""
+    folder = tmp_path_factory.mktemp("serve")
+    (folder / "release").mkdir()
+    process = Process("serve", "--port", "0", "--state-dir", str(folder / "state"), cwd=folder / "release")
     try:
-        yield Served(process, state_dir).url
+        yield Served(process, folder / "state")
     finally:
         process.end()
+
+
+@pytest.fixture
+def url(served: Served) -> str:
+    return served.url
 
 
 @pytest.fixture
@@ -174,3 +182,14 @@ async def test_many_at_once_are_served_with_default_settings(url: str) -> None:
     # A token may be the word "error": only an event of that name is one.
     events = [json.loads(line[6:]) for stream in streams for line in stream.splitlines() if line.startswith(b"data: {")]
     assert [event for event in events if "error" in event] == []
+
+
+def test_a_worker_comes_back_though_the_working_directory_was_deleted(served: Served, client: openai.OpenAI) -> None:
+    """As that of a release that has been replaced: MKL ended each new worker."""
+    (served.state_dir.parent / "release").rmdir()
+    family = psutil.Process(served.process.pid).children()
+    (worker,) = [each for each in family if "worker" in each.cmdline()]
+    worker.kill()
+    psutil.wait_procs([worker], timeout=30)
+    answer = client.completions.create(model=MODEL, prompt="Penstock is", max_tokens=3, temperature=0, timeout=60)
+    assert answer.choices[0].finish_reason == "length"

@@ -96,6 +96,7 @@ def test_a_failed_swap_interrupts_nothing(steps: list[str]) -> None:
     ("source", "reason"),
     [
         ("dead", "it could not be loaded: its worker ended with status 1"),
+        ("killed", "it could not be loaded: its worker was killed by SIGKILL, as the system does when its memory"),
         ("fatal", "it could not be loaded: its weights are broken"),
         ("faulty", "it failed a test request: "),
         ("mute", "it did not answer a test request "),

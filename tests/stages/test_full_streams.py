@@ -13,8 +13,9 @@ from memory_pipeline import MODEL, Pipeline
 from structlog.testing import capture_logs
 
 from penstock.composition import _heartbeats
+from penstock.schemas.errors import PayloadTooLarge
 from penstock.schemas.events import Done, Failed
-from penstock.schemas.jobs import Job
+from penstock.schemas.jobs import Endpoint, Job
 from penstock.streams.topology import DEAD, INFER, MODELS, TOOLS, WORKERS, lane_stream, topology
 
 BODY = {"model": MODEL, "prompt": "hello"}
@@ -111,4 +112,14 @@ async def test_the_responses_of_one_tenant_leave_room_for_those_of_others() -> N
     assert await begin("greedy") is not None
     assert await begin("another") is None
     assert set((await pipeline.pipe.broker.held(lane)).by_subject.values()) == {18, 1}
+    await pipeline.stop()
+
+
+@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/responses"])
+async def test_a_request_that_no_queue_could_hold_is_not_sent_to_wait(endpoint: Endpoint) -> None:
+    """It was told to try again in a second, for ever."""
+    pipeline = await Pipeline.start(store_limit=64 << 20)
+    body = {"model": MODEL, "prompt" if endpoint == "/v1/completions" else "input": "x" * (400 << 10)}
+    with pytest.raises(PayloadTooLarge, match=r"hold 3\d\d,\d{3} at most: send less, or .* raise store_limit"):
+        await pipeline.events(body, endpoint=endpoint)
     await pipeline.stop()

@@ -20,7 +20,7 @@ from penstock.streams.topology import PRIORITIES, Subjects, batch_stream, lanes_
 @pytest.fixture
 async def settings(broker: Broker, namespace: str) -> Settings:
     await broker.ensure(*topology(namespace, ["queue"]))
-    return Settings(namespace=namespace, max_models=2, store_limit=64 << 20, events_limit=1 << 20)
+    return Settings(namespace=namespace, max_models=2, store_limit=64 << 20, events_limit=8 << 20)
 
 
 async def names(broker: Broker) -> set[tuple[str, int]]:
@@ -93,7 +93,7 @@ async def test_lanes_of_which_only_the_note_is_left_give_way(namespace: str, ser
     """A process that died left it: the next one finds nothing waiting there, and makes use of the room."""
     broker = await JetStreamBroker.connect(server.url, namespace=namespace, timeout=2.0)
     await broker.ensure(*topology(namespace, ["queue"]))
-    settings = Settings(namespace=namespace, max_models=1, store_limit=64 << 20, events_limit=1 << 20)
+    settings = Settings(namespace=namespace, max_models=1, store_limit=64 << 20, events_limit=8 << 20)
     await open_lanes(broker, settings, "m")
     for priority in PRIORITIES:
         await broker.remove(batch_stream(lanes_of("m"), priority))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import uuid
 from collections.abc import Callable
 from inspect import isawaitable
@@ -51,8 +52,8 @@ class Tasks(ProcessKeeper):
     async def run(self, part: Part, environment: dict[str, str], until: asyncio.Event) -> int:
         worker, revision = part.arguments[2], int(part.arguments[4])
         source = (await self._store.read()).find(MODEL).sources[revision]
-        if source == "dead":
-            return 1
+        if source in ("dead", "killed"):
+            return 1 if source == "dead" else -signal.SIGKILL
         if source == "endless":  # it loads for ever
             await until.wait()
             return 0

@@ -71,7 +71,7 @@ class Pipeline:
         self.pipe = pipe
         self.backend = backend
         self.engine = engine
-        self.bridge = Bridge(pipe.broker, pipe.subjects, "test", pipe.tracer)
+        self.bridge = Bridge(pipe.broker, pipe.subjects, "test", pipe.tracer, pipe.settings)
         self._runners: list[Runner] = []
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -13,7 +13,7 @@ import orjson
 
 from ....config.settings import Settings
 from ....schemas.errors import Fatal
-from ....schemas.urls import goes_through_proxies
+from ....schemas.urls import by_proxy, goes_through_proxies
 
 ASKING = {"Penstock-Resumable": "true", "Penstock-Events": "true"}
 MAX_RECONNECTS = 40  # in a row
@@ -45,7 +45,7 @@ def answer_of(server: httpx2.Client, method: str, path: str, body: dict[str, Any
             raise _refused(response)
         return response.json()
     except (httpx2.HTTPError, ValueError) as error:
-        raise _silent(server, error) from None
+        raise silent(server, error) from None
 
 
 def models(server: httpx2.Client) -> dict[str, dict[str, Any]]:
@@ -54,7 +54,7 @@ def models(server: httpx2.Client) -> dict[str, dict[str, Any]]:
     try:
         return {str(model["id"]): model for model in found["data"]}
     except (LookupError, TypeError) as error:
-        raise _silent(server, error) from None
+        raise silent(server, error) from None
 
 
 def ask(server: httpx2.Client, body: dict[str, Any]) -> Generator[dict[str, Any] | str]:
@@ -89,7 +89,7 @@ def ask(server: httpx2.Client, body: dict[str, Any]) -> Generator[dict[str, Any]
             except httpx2.HTTPError as error:
                 breaks += 1
                 if last is None or breaks > MAX_RECONNECTS:
-                    raise _silent(server, error) from None
+                    raise silent(server, error) from None
             yield "the connection broke; reconnecting"
             time.sleep(RECONNECT_DELAY)
     except (GeneratorExit, KeyboardInterrupt):
@@ -121,6 +121,7 @@ def _refused(response: httpx2.Response) -> ChatError:
     return ChatError(message)
 
 
-def _silent(server: httpx2.Client, error: Exception) -> ChatError:
+def silent(server: httpx2.Client, error: Exception) -> ChatError:
+    """The error of a request that got no answer."""
     advice = "Start a server with `penstock serve MODEL`, or name one with --url."
-    return ChatError(f"No answer from {server.base_url} ({error}). {advice}")
+    return ChatError(f"No answer from {server.base_url} ({error}{by_proxy(str(server.base_url))}). {advice}")

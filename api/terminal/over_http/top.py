@@ -22,7 +22,7 @@ from rich.live import Live
 from ....config.sources import load
 from ....schemas.wire.merge_patch import Document, patched
 from ..options import ApiKey, ServerUrl, fatal_errors
-from .chat_client import ChatError, answer_of, server_at
+from .chat_client import ChatError, answer_of, server_at, silent
 from .top_screen import TopScreen
 
 AGAIN = 1.0  # seconds between two attempts to connect
@@ -122,10 +122,7 @@ def _documents(server: httpx2.Client) -> Iterator[Document]:
                 document = found if event.event == "snapshot" else patched(document, found)
                 yield document
     except httpx2.HTTPError as error:
-        raise ChatError(
-            f"No answer from {server.base_url} ({error}). Start a server with `penstock serve MODEL`, or name one with "
-            "--url."
-        ) from None
+        raise silent(server, error) from None
 
 
 def _reason(response: httpx2.Response) -> str:

@@ -19,7 +19,7 @@ from ....config.settings import Settings, job_stages
 from ....config.sources import Loaded
 from ....schemas.deployment import LAYOUT, Configuration
 from ....schemas.errors import StartupError
-from ...lanes import present_lanes, streams_of
+from ...lanes import present_lanes, relay_bytes, streams_of
 from ...port import Bucket
 from ...topology import (
     BATCH,
@@ -80,7 +80,7 @@ def layout(settings: Settings) -> Topology:
         files_ttl=settings.files_ttl,
         responses_ttl=settings.responses_ttl,
         relay_age=settings.events_ttl + RELAY_GRACE,
-        relay_bytes=min(int(settings.events_limit), int(settings.store_limit) // 4),
+        relay_bytes=relay_bytes(settings),
         store_limit=int(settings.store_limit),
     )
 

@@ -714,3 +714,10 @@ async def test_a_batch_outlives_every_part(serve: Serve) -> None:
         answer = ChatCompletion.model_validate(entry["response"]["body"], strict=True)
         assert f"say {number}" in str(answer.choices[0].message.content)
         assert entry["response"]["request_id"] == f"{batch.id}-{number}"  # nothing was asked a second time
+
+
+@pytest.mark.parametrize(("name", "kind"), [("custom_id", "a string"), ("url", "a string"), ("body", "an object")])
+def test_what_a_line_lacks_is_told_in_words_of_json(name: str, kind: str) -> None:
+    line: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}
+    with pytest.raises(InvalidRequest, match=f"^{name} must be {kind} that is not empty"):
+        read_line(json.dumps(line | {name: 5}).encode(), "/v1/completions")

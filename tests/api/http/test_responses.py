@@ -25,6 +25,7 @@ from penstock.schemas.wire import codec
 from penstock.stages.tools.calls import UNKNOWN, Calls
 from penstock.streams.port import Message
 from penstock.streams.stores.responses import CallKey, ResponseLog
+from penstock.streams.topology import OBJECT_DATA, RESPONSES
 
 SECRET = "Bearer swordfish-1234"
 
@@ -363,6 +364,33 @@ def test_conversations(office: Office) -> None:
     assert office.ask("DELETE", f"/v1/conversations/{id}").status == 200
     assert office.ask("GET", f"/v1/conversations/{id}").error["code"] == "conversation_not_found"
     assert office.refused(400, input="?", conversation=id)["code"] == "conversation_not_found"
+
+
+@pytest.mark.parametrize("change", ["add", "metadata", "remove"])
+def test_a_conversation_that_is_changed_keeps_its_items(office: Office, change: str) -> None:
+    """Each item expired for itself, though the conversation lived on, unless a response used it."""
+    given = [{"id": f"msg_{name}", "role": "user", "content": name} for name in "ab"]
+    path = f"/v1/conversations/{orjson.loads(office.ask('POST', '/v1/conversations', {'items': given}).body)['id']}"
+    buckets = [office.run(office.broker.bucket(name)) for name in (RESPONSES, OBJECT_DATA)]
+    head = f"default.{path.rpartition('/')[2]}"
+    entry = office.run(buckets[0].get(head))
+    assert entry is not None
+    old = orjson.loads(entry.value) | {"created_at": 0}
+    office.run(buckets[0].put(head, orjson.dumps(old)))
+    before = [(bucket, entry) for bucket in buckets for entry in office.run(bucket.entries())]
+    more = {"items": [{"id": "msg_c", "role": "user", "content": "c"}]}
+    method, where, body = {
+        "add": ("POST", "/items", more),
+        "metadata": ("POST", "", {"metadata": {}}),
+        "remove": ("DELETE", "/items/msg_a", None),
+    }[change]
+    assert office.ask(method, path + where, body).status == 200
+    for bucket, entry in before:  # as if they had expired
+        now = office.run(bucket.get(entry.key))
+        if now is not None and now.revision == entry.revision:
+            office.run(bucket.delete(entry.key))
+    kept = orjson.loads(office.ask("GET", f"{path}/items?order=asc").body)["data"]
+    assert "".join(item["id"][-1] for item in kept) == {"add": "abc", "metadata": "ab", "remove": "b"}[change]
 
 
 @pytest.mark.parametrize("order", ["asc", "desc"])

@@ -104,6 +104,15 @@ def test_what_is_wrong_with_a_proxy_or_a_url_is_said_in_a_line(url: str, said: s
     assert done.exit_code == 2 and done.stderr.startswith(f"error: {said}") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["models", "top"])
+def test_a_proxy_that_does_not_answer_is_named(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was said that the server refused."""
+    monkeypatch.setenv("http_proxy", "http://user:secret@127.0.0.1:9")
+    done = CliRunner().invoke(app, [command, "--url", "http://192.0.2.1"])
+    assert done.exit_code == 2 and "Connection refused, by the proxy that HTTP_PROXY names)" in done.stderr
+    assert "secret" not in done.output
+
+
 @pytest.mark.usefixtures("proxied")
 def test_a_model_of_the_hub_names_the_proxy_that_cannot_be_used() -> None:
     done = CliRunner().invoke(app, ["quantize", "some/model", "out"])

@@ -89,6 +89,13 @@ async def test_a_proxy_that_cannot_be_used_is_told() -> None:
         assert (await client.call("add", {})).text.startswith("far could not run add: a proxy that the environment")
 
 
+async def test_a_proxy_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    async with McpClient("http://192.0.2.1/mcp", name="far") as client:
+        told = (await client.call("add", {})).text
+    assert told == "far could not run add: it cannot be reached (ConnectError, by the proxy that HTTP_PROXY names)"
+
+
 async def test_concurrent_calls_share_a_connection(client: McpClient, server: McpServer) -> None:
     slow = asyncio.create_task(client.call("slow", {}))
     await server.started.wait()
