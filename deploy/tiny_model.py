@@ -83,6 +83,13 @@ _SELECTIVE: dict[str, object] = {
     "max_position_embeddings": CONTEXT_LENGTH,
     "initializer_range": 0.15,
 }
+_OLD: dict[str, object] = {
+    "n_layer": 2,
+    "n_head": 4,
+    "n_embd": 64,
+    "n_positions": CONTEXT_LENGTH,
+    "initializer_range": 0.15,
+}
 SHAPES: dict[str, dict[str, object]] = {
     "llama": _GROUPED,
     "qwen2": _GROUPED,
@@ -120,7 +127,9 @@ SHAPES: dict[str, dict[str, object]] = {
         "moe_shared_expert_intermediate_size": 64,
     },
     "bamba": _SMALL | _MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "codegen": _OLD | {"rotary_dim": 8},
     "deepseek_v3": _SMALL | _LATENT,
+    "falcon": _SMALL | {"num_kv_heads": 2, "new_decoder_architecture": True},
     "falcon_mamba": _SELECTIVE,
     "falcon_h1": _SMALL
     | _MAMBA
@@ -182,6 +191,16 @@ SHAPES: dict[str, dict[str, object]] = {
         "moe_intermediate_size": 64,
         "moe_shared_expert_intermediate_size": 64,
     },
+    "gpt_neo": {
+        "num_layers": 2,
+        "num_heads": 4,
+        "hidden_size": 64,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 16,
+        "max_position_embeddings": CONTEXT_LENGTH,
+        "initializer_range": 0.15,
+    },
+    "gptj": _OLD | {"rotary_dim": 8},
     "gpt_oss": _SMALL | _MIXED | {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granite": _SMALL | _MULTIPLIED,
     "llama4_text": _SMALL
@@ -225,6 +244,7 @@ SHAPES: dict[str, dict[str, object]] = {
         },
     },
     "mixtral": _SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "nemotron": _SMALL,
     "olmo2": _SMALL,
     "olmo_hybrid": _HYBRID,
     "phi3": _SMALL | {"sliding_window": 16, "partial_rotary_factor": 0.5},
