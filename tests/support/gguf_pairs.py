@@ -109,8 +109,8 @@ def _keys(kind: Kind, directory: Path, config: Config) -> dict[str, Any]:
     from transformers import AutoImageProcessor
 
     library: Any = AutoImageProcessor
-    if kind.projector == "lfm2":  # whose processor wants torchvision
-        colours = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    if kind.projector in _COLOURS:
+        colours = dict(zip(("image_mean", "image_std"), ([one] * 3 for one in _COLOURS[kind.projector]), strict=True))
     else:
         whole = library.from_pretrained(directory, backend="pil")
         colours = {name: [*map(float, getattr(whole, name))] for name in ("image_mean", "image_std")}
@@ -118,7 +118,7 @@ def _keys(kind: Kind, directory: Path, config: Config) -> dict[str, Any]:
         "projection_dim": config["text_config"]["hidden_size"],
         "image_size": tower.get("image_size", 560),
         "patch_size": tower["patch_size"],
-        "embedding_length": tower["hidden_size"],
+        "embedding_length": tower.get("hidden_size"),
         "feed_forward_length": tower.get("intermediate_size"),
         "block_count": tower.get("num_hidden_layers"),
         "attention.head_count": tower.get("num_attention_heads"),
@@ -132,6 +132,7 @@ def _keys(kind: Kind, directory: Path, config: Config) -> dict[str, Any]:
     return general | {f"clip.vision.{name}": value for name, value in common.items()} | own
 
 
+_COLOURS = {"lfm2": (0.5, 0.5), "gemma4uv": (0.0, 1.0)}  # of those whose processors want torchvision
 _NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
 
 
@@ -347,6 +348,38 @@ def _gemma4_tensors(name: str, values: Array, config: Config) -> Named:
     yield found, values.reshape(values.shape or (1,))
 
 
+_UNIFIED = (
+    *(("vision_embedder.patch_dense", "v.patch_embd"), ("vision_embedder.pos_embedding", "v.position_embd.weight")),
+    *(("vision_embedder.patch_ln", "v.patch_norm."), ("vision_embedder.pos_norm", "v.patch_norm.3")),
+    ("embed_vision.embedding_projection", "mm.input_projection"),
+)
+
+
+def _unified(config: Config, processor: Config) -> dict[str, Any]:
+    """As of a model that also hears, as the published one."""
+    return {
+        "clip.has_audio_encoder": True,
+        "clip.audio.projector_type": "gemma4ua",
+        "clip.vision.image_size": 224,
+        "clip.vision.embedding_length": config["vision_config"]["mm_embed_dim"],
+        **{f"clip.vision.{name}": 0 for name in ("feed_forward_length", "block_count", "attention.head_count")},
+        "clip.vision.attention.layer_norm_epsilon": 1e-6,
+    }
+
+
+def _unified_tensors(name: str, values: Array, config: Config) -> Named:
+    """Colours apart, as `Gemma4UnifiedVisionAudioModel` of the converter has them."""
+    tower = config["vision_config"]
+    side = tower["patch_size"] * tower["pooling_kernel_size"]
+    if name.endswith(("patch_dense.weight", "patch_ln1.weight", "patch_ln1.bias")):
+        values = values.reshape(-1, side, side, 3).transpose(0, 3, 1, 2).reshape(values.shape)
+    if name.endswith("pos_embedding"):
+        values = values.swapaxes(0, 1)
+    for theirs, own in _UNIFIED:
+        name = name.replace(f"model.{theirs}", own)
+    yield name, np.ascontiguousarray(values)
+
+
 def _gemma4_keys(**more: Any) -> dict[str, Any]:
     return {
         "attention.key_length": 32,
@@ -401,6 +434,14 @@ KINDS = {
         "gemma4v",
         _gemma4,
         _gemma4_tensors,
+        _gemma4_keys(**{"attention.head_count_kv": [2, 1, 2, 1]}),
+        _FACTORS,
+    ),
+    "gemma4_unified": Kind(
+        "gemma4",
+        "gemma4uv",
+        _unified,
+        _unified_tensors,
         _gemma4_keys(**{"attention.head_count_kv": [2, 1, 2, 1]}),
         _FACTORS,
     ),

@@ -76,7 +76,8 @@ class GgufWeight(NamedTuple):
     With `is_decay` the file has -exp of the numbers. A weight of all experts of a layer is `is_transposed`, outputs
     last; `in_turns`: its outputs are those of both tensors, one of each. `groups` is the order of the rows of all.
     `is_latent`: of two tensors by head, the first has a head's rows transposed. `is_by_colour`: of a patch all pixels
-    of a colour lie together, and in the model all colours of a pixel.
+    of a colour lie together, and in the model all colours of a pixel. `is_by_axis`: its first dimension is the model's
+    second.
     """
 
     tensor: GgufTensor
@@ -94,6 +95,7 @@ class GgufWeight(NamedTuple):
     groups: Groups | None = None
     is_latent: bool = False
     is_by_colour: bool = False
+    is_by_axis: bool = False
 
     @property
     def types(self) -> set[str]:

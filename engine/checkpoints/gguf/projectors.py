@@ -11,7 +11,7 @@ from typing import Any
 
 from ....schemas.errors import ModelLoadError
 from .file import Gguf
-from .gemma_projectors import GEMMA4
+from .gemma_projectors import GEMMA4, GEMMA4_UNIFIED
 from .lfm_projectors import LFM2
 from .qwen_projectors import QWEN
 from .vision import Projector, Vision, both
@@ -258,6 +258,7 @@ PROJECTORS: dict[str, Projector] = {
         tokens={"boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"},
     ),
     "gemma4v": GEMMA4,
+    "gemma4uv": GEMMA4_UNIFIED,
     **QWEN,
     "lfm2": LFM2,
     "internvl": Projector(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from math import isqrt
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from .types import BLOCKS
 
 _CHUNK = 1 << 18  # weights that are expanded at a time, so that what is between stays in the cache
 _LEVELS_CHUNK = 1 << 21  # the same of levels alone
+_COLOURS = 3
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -175,9 +177,13 @@ def _read(weight: GgufWeight, dtype: torch.dtype) -> Tensor:
         if weight.groups is not None:
             return _in_groups(torch.cat(parts), weight.groups)
         return torch.stack(parts, dim=2) if weight.is_split_in_time else torch.cat(parts)
-    expanded = dequantize(_data(weight), weight.tensor.type, dtype, _factor(weight)).view(weight.shape)
+    expanded = dequantize(_data(weight), weight.tensor.type, dtype, _factor(weight))
+    if weight.is_by_axis:
+        return expanded.view(weight.tensor.shape).transpose(0, 1).contiguous()
+    expanded = expanded.view(weight.shape)
     if weight.is_by_colour:
-        return expanded.view(weight.tensor.shape).permute(0, 2, 3, 1).reshape(weight.shape)
+        side = isqrt(weight.shape[-1] // _COLOURS)
+        return expanded.view(-1, _COLOURS, side, side).permute(0, 2, 3, 1).reshape(weight.shape)
     if weight.tiles is not None and weight.tiles.by_columns:
         expanded = _untiled(expanded, weight.tiles, 1)
     if weight.is_decay:

@@ -35,7 +35,7 @@ COUNT = 20  # tokens generated
 GREEDY = GenerationParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
 TEXT = "A sentence without any picture, which runs beside the others."
 UNLIKE = {"initializer_range", "dtype", "_name_or_path", "projection_dim", "num_hidden_layers"}  # in both forms
-GEMMAS_4 = ("gemma4", "gemma4_e")
+GEMMAS_4 = ("gemma4", "gemma4_e", "gemma4_unified")
 TOWERS = {  # that of all its models: GGUF does not have it
     "qwen2_5_vl": {"window_size": 112},
     "lfm2_vl": {"patch_size": 16},
