@@ -28,7 +28,8 @@ _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 class Kind(NamedTuple):
     """`architecture` is that of the text; `keys` are those of the projector without the common ones, `tensors` makes
-    those of one weight."""
+    those of one weight. Of so many first rows `apart` in each head of queries and keys, those in even places go first.
+    """
 
     architecture: str
     projector: str
@@ -36,6 +37,7 @@ class Kind(NamedTuple):
     tensors: Callable[[str, Array, Config], Named]
     text_keys: Mapping[str, Any] = {}
     text_tensors: Mapping[str, Array] = {}
+    apart: int = 0
 
 
 def write_pair(
@@ -56,7 +58,7 @@ def write_pair(
     kind, config = KINDS[family], json.loads((directory / "config.json").read_text())
     weights = load_file(directory / "model.safetensors")
     text = to / "text"
-    _write_text(directory, text, config, weights)
+    _write_text(directory, text, config, weights, kind.apart)
     write_gguf(text, to / "model.gguf", kind.architecture, text_kind, kind.text_keys, extra=kind.text_tensors)
     shutil.rmtree(text)
     tensors: dict[str, Array] = {}
@@ -78,7 +80,7 @@ def write_pair(
     return to / "model.gguf"
 
 
-def _write_text(directory: Path, to: Path, config: Config, weights: Mapping[str, Array]) -> None:
+def _write_text(directory: Path, to: Path, config: Config, weights: Mapping[str, Array], apart: int) -> None:
     """The language model as a directory of its own."""
     to.mkdir()
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -86,6 +88,11 @@ def _write_text(directory: Path, to: Path, config: Config, weights: Mapping[str,
     (to / "config.json").write_text(json.dumps(config["text_config"]))
     found = {f"model.{match[1]}{match[2]}": weights[name] for name in weights if (match := _TEXT.fullmatch(name))}
     found |= {name.removeprefix("language_model."): weights[name] for name in _HEADS if name in weights}
+    for name in [name for name in found if apart and re.search(r"\.[qk]_proj\.", name)]:
+        heads = config["text_config"]["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+        each = found[name].reshape(heads, -1, *found[name].shape[1:])
+        rows = np.concatenate((each[:, :apart:2], each[:, 1:apart:2], each[:, apart:]), axis=1)
+        found[name] = np.ascontiguousarray(rows.reshape(found[name].shape))
     for name in [name for name in found if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
         found.update(_apart(name, found.pop(name)))
     save_file(found, to / "model.safetensors")
@@ -245,6 +252,36 @@ def _qwen3_tensors(name: str, values: Array, config: Config) -> Named:
         yield from _qwen_tensors(name, values, config)
 
 
+def _glm(config: Config, processor: Config) -> dict[str, Any]:
+    tower = config["vision_config"]
+    return {
+        "clip.use_silu": True,
+        "clip.vision.block_count": tower["depth"],
+        "clip.vision.attention.head_count": tower["num_heads"],
+    }
+
+
+_GLM = (  # of what lies behind the tower, and around it
+    *(("downsample", "mm.patch_merger"), ("merger.proj", "mm.model.fc"), ("merger.post_projection_norm", "mm.post_norm")),
+    *((f"merger.{part}_proj", f"mm.{part}") for part in ("gate", "up", "down")),
+    *(("post_conv_layernorm", "v.norm_embd"), ("embeddings.position_embedding", "v.position_embd")),
+    *(("post_layernorm", "v.post_ln"), ("patch_embed.proj.bias", "v.patch_embd.bias"), ("blocks.", "v.blk.")),
+    *(("norm1", "ln1"), ("norm2", "ln2"), ("attn.qkv", "attn_qkv"), ("attn.proj", "attn_out")),
+    *((f"attn.{part}_norm", f"attn_{part}_norm") for part in "qk"),
+    *((f"mlp.{part}_proj", f"ffn_{part}") for part in ("gate", "up", "down")),
+)
+
+
+def _glm_tensors(name: str, values: Array, config: Config) -> Named:
+    if "patch_embed.proj.weight" in name:
+        yield from _qwen_tensors(name, values, config)
+        return
+    name = name.removeprefix("model.visual.")
+    for theirs, own in _GLM:
+        name = name.replace(theirs, own)
+    yield name, values
+
+
 def _internvl(config: Config, processor: Config) -> dict[str, Any]:
     tower = config["vision_config"]
     return {
@@ -397,6 +434,7 @@ def _gemma4_keys(**more: Any) -> dict[str, Any]:
 
 
 _SECTIONS = {"rope.dimension_sections": [2, 3, 3, 0]}
+_GLM_SECTIONS = {"rope.dimension_sections": [1, 1, 2, 0], "rope.dimension_count": 8}
 _EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64}
 _DELTA_NETS = {
     **{"ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 96},
@@ -412,6 +450,8 @@ KINDS = {
     "qwen3_vl_moe": Kind("qwen3vlmoe", "qwen3vl_merger", _qwen3, _qwen3_tensors, _SECTIONS | _EXPERTS),
     "qwen3_5": Kind("qwen35", "qwen3vl_merger", _qwen3, _qwen3_tensors, _DELTA_NETS),
     "qwen3_5_moe": Kind("qwen35moe", "qwen3vl_merger", _qwen3, _qwen3_tensors, _DELTA_NETS | _EXPERTS),
+    "glm4v": Kind("glm4", "glm4v", _glm, _glm_tensors, _GLM_SECTIONS, apart=8),
+    "glm_ocr": Kind("glm4", "glm4v", _glm, _glm_tensors, _SECTIONS, apart=16),
     "internvl": Kind("qwen2", "internvl", _internvl, _internvl_tensors),
     "lfm2_vl": Kind(
         "lfm2",

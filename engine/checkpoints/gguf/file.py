@@ -69,7 +69,8 @@ class Groups(NamedTuple):
 
 
 class GgufWeight(NamedTuple):
-    """Where a weight comes from. `heads`: the rows of each are interleaved in the file; `offset` is to be added.
+    """Where a weight comes from. `heads`: the rows of each are interleaved in the file, or, of the first `apart` in each,
+    those that the model has in even places lie before the others. `offset` is to be added.
 
     `expert` is an index into the tensor's first dimension, and `shape` what the model has. `more` are the tensors of
     further rows or, if `is_split_in_time`, of further frames: a new third dimension. `sees`: it is no language model's.
@@ -84,6 +85,7 @@ class GgufWeight(NamedTuple):
     shape: tuple[int, ...]
     heads: int | None = None
     offset: int = 0
+    apart: int = 0
     expert: int | None = None
     more: tuple[GgufTensor, ...] = ()
     is_split_in_time: bool = False

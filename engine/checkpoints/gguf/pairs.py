@@ -26,6 +26,8 @@ _IN_THREE_DIMENSIONS: dict[str, dict[str, Any]] = {
     "qwen3vlmoe": _IN_TURNS,
     "qwen35": {},
     "qwen35moe": {},
+    "glm4": {},
+    "glm4moe": {},
 }
 """How positions rotate, of language models that have them in three dimensions, besides what their families say."""
 

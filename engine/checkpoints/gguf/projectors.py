@@ -12,6 +12,7 @@ from typing import Any
 from ....schemas.errors import ModelLoadError
 from .file import Gguf
 from .gemma_projectors import GEMMA4, GEMMA4_UNIFIED
+from .glm_projectors import GLM4V, GLM_OCR
 from .lfm_projectors import LFM2
 from .qwen_projectors import QWEN
 from .vision import Projector, Vision, both
@@ -22,6 +23,8 @@ def projector_of(gguf: Gguf) -> Projector | None:
     kind = projector_type(gguf)
     if kind == "pixtral" and "mm.patch_merger.weight" not in gguf.tensors:
         return _PIXTRAL
+    if kind == "glm4v" and "v.position_embd.weight" not in gguf.tensors:
+        return GLM_OCR
     return PROJECTORS.get(kind)
 
 
@@ -261,6 +264,7 @@ PROJECTORS: dict[str, Projector] = {
     "gemma4uv": GEMMA4_UNIFIED,
     **QWEN,
     "lfm2": LFM2,
+    "glm4v": GLM4V,
     "internvl": Projector(
         "internvl",
         "InternVLForConditionalGeneration",

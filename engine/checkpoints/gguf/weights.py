@@ -152,7 +152,7 @@ def _data(weight: GgufWeight) -> Tensor:
         data = data.view(tensor.shape[0], -1)[weight.expert]
     rows = data.view(*weight.shape[:1], -1)
     if weight.heads is not None:
-        return _by_halves(rows, weight.heads)
+        return _paired(rows, weight.heads, weight.apart) if weight.apart else _by_halves(rows, weight.heads)
     return data if weight.tiles is None or weight.tiles.by_columns else _untiled(rows, weight.tiles, 0)
 
 
@@ -206,6 +206,13 @@ def _read_experts(weight: GgufWeight, dtype: torch.dtype) -> Tensor:
 def _by_halves(rows: Tensor, heads: int) -> Tensor:
     """Undo llama.cpp's order of the rows of queries and keys, where those that rotate together are neighbours."""
     return rows.view(heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
+
+
+def _paired(rows: Tensor, heads: int, count: int) -> Tensor:
+    """Of the first `count` rows of each head, the first half and the second in turns."""
+    parts = rows.view(heads, -1, rows.shape[1])
+    turned = parts[:, :count].view(heads, 2, -1, rows.shape[1]).transpose(1, 2).reshape(heads, count, -1)
+    return torch.cat((turned, parts[:, count:]), dim=1).reshape(rows.shape)
 
 
 def _in_groups(rows: Tensor, groups: Groups) -> Tensor:

@@ -43,6 +43,7 @@ TOWERS = {  # that of all its models: GGUF does not have it
 }
 PIXELS = {"min_pixels": 65_536, "max_pixels": 16_777_216}  # so are these of the families of Qwen 3
 TILES = {"encoder_patch_size": 16, "tile_size": 512, "min_image_tokens": 64, "max_image_tokens": 256, "max_tiles": 10}
+GLM = {"size": {"shortest_edge": 12_544, "longest_edge": 9_633_792}, "image_processor_type": "Glm46VImageProcessor"}
 SOFT_TOKENS = {"pooling_kernel_size": 3, "max_soft_tokens": 280}  # and these
 
 Tokens = tuple[int, ...]
@@ -78,7 +79,7 @@ def seer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Seer]:
 
     def make(family: str) -> Seer:
         directory = make_vision_model(root / family, family, tower=TOWERS.get(family))
-        known = {**dict.fromkeys(GEMMAS_4, SOFT_TOKENS), "lfm2_vl": TILES}
+        known = {**dict.fromkeys(GEMMAS_4, SOFT_TOKENS), "lfm2_vl": TILES, "glm4v": GLM, "glm_ocr": GLM}
         if pixels := PIXELS if family.startswith("qwen3") else known.get(family, {}):
             file = directory / "preprocessor_config.json"
             file.write_text(json.dumps(json.loads(file.read_text()) | pixels))

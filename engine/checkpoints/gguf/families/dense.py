@@ -6,6 +6,7 @@ Source: llama.cpp's converters (its folder `conversion`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from .....schemas.errors import ModelLoadError
@@ -54,13 +55,8 @@ def _with_temperature(keys: Keys) -> dict[str, Any]:
 
 
 def _glm4(keys: Keys) -> Architecture:
-    """Raises `ModelLoadError` for GLM-4.1V and 4.6V, whose converter has another order of queries and keys."""
-    if keys.sections:
-        raise ModelLoadError(
-            f"{keys.gguf.path} is the language model of a GLM that sees, which is not supported in GGUF; use its "
-            "safetensors files"
-        )
-    return _GLM
+    """GLM-4.1V's, 4.6V's and GLM-OCR's converter has another order of queries and keys."""
+    return _GLM_SEEING if keys.sections else _GLM
 
 
 def _olmo(keys: Keys) -> Architecture:
@@ -109,6 +105,7 @@ def _activations(keys: Keys) -> dict[str, Any]:
 _MISTRAL3 = Architecture("llama", "LlamaForCausalLM", interleaved=True)
 _MINISTRAL = Architecture("ministral3", "Ministral3ForCausalLM", interleaved=True, extra=_with_temperature)
 _GLM = Architecture("glm4", "Glm4ForCausalLM", _GLM4, extra=_partial)
+_GLM_SEEING = replace(_GLM, apart=True)
 _OLMO2 = Architecture("olmo2", "Olmo2ForCausalLM", AROUND)
 _OLMO3 = Architecture("olmo3", "Olmo3ForCausalLM", AROUND, extra=_olmo3)
 DENSE: dict[str, Architecture | Callable[[Keys], Architecture]] = {
