@@ -243,7 +243,8 @@ def _whole_experts(weights: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def _name(names: Any, name: str) -> str:
-    name = name.replace("dt_bias", "dt_proj.bias").replace(".language_model.", ".")
+    name = name.replace("dt_bias", "dt_proj.bias").replace("correction_bias", "correction.bias")
+    name = name.replace(".language_model.", ".")
     found = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return str(found)

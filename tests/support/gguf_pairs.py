@@ -262,7 +262,11 @@ def _glm(config: Config, processor: Config) -> dict[str, Any]:
 
 
 _GLM = (  # of what lies behind the tower, and around it
-    *(("downsample", "mm.patch_merger"), ("merger.proj", "mm.model.fc"), ("merger.post_projection_norm", "mm.post_norm")),
+    *(
+        ("downsample", "mm.patch_merger"),
+        ("merger.proj", "mm.model.fc"),
+        ("merger.post_projection_norm", "mm.post_norm"),
+    ),
     *((f"merger.{part}_proj", f"mm.{part}") for part in ("gate", "up", "down")),
     *(("post_conv_layernorm", "v.norm_embd"), ("embeddings.position_embedding", "v.position_embd")),
     *(("post_layernorm", "v.post_ln"), ("patch_embed.proj.bias", "v.patch_embd.bias"), ("blocks.", "v.blk.")),
@@ -436,6 +440,10 @@ def _gemma4_keys(**more: Any) -> dict[str, Any]:
 _SECTIONS = {"rope.dimension_sections": [2, 3, 3, 0]}
 _GLM_SECTIONS = {"rope.dimension_sections": [1, 1, 2, 0], "rope.dimension_count": 8}
 _EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64}
+_GLM_EXPERTS = _EXPERTS | {
+    **{"leading_dense_block_count": 1, "expert_shared_count": 1, "expert_group_count": 1, "expert_group_used_count": 1},
+    **{"expert_weights_norm": True, "expert_weights_scale": 1.0, "expert_gating_func": 2},
+}
 _DELTA_NETS = {
     **{"ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 96},
     **{"full_attention_interval": 2, "rope.dimension_count": 16, "rope.dimension_sections": [3, 3, 2, 0]},
@@ -451,6 +459,7 @@ KINDS = {
     "qwen3_5": Kind("qwen35", "qwen3vl_merger", _qwen3, _qwen3_tensors, _DELTA_NETS),
     "qwen3_5_moe": Kind("qwen35moe", "qwen3vl_merger", _qwen3, _qwen3_tensors, _DELTA_NETS | _EXPERTS),
     "glm4v": Kind("glm4", "glm4v", _glm, _glm_tensors, _GLM_SECTIONS, apart=8),
+    "glm4v_moe": Kind("glm4moe", "glm4v", _glm, _glm_tensors, _GLM_SECTIONS | _GLM_EXPERTS),
     "glm_ocr": Kind("glm4", "glm4v", _glm, _glm_tensors, _SECTIONS, apart=16),
     "internvl": Kind("qwen2", "internvl", _internvl, _internvl_tensors),
     "lfm2_vl": Kind(

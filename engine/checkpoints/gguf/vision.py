@@ -88,12 +88,12 @@ class Projector(NamedTuple):
     `optional` ones may be missing, `ignored` ones need not be read, of `permuted` ones the rows of each head are
     interleaved; `dimensions` has how many some have, the first of which are 1. Nor need those be read whose names begin
     like one of `ignored_parts`. Of `by_pixels` the file has all pixels of a colour together, and transformers all
-    colours of a pixel; of `by_axis` the file has all positions along an axis together. `unused` are weights that transformers wants and does not use, each with a tensor of its shape.
-    `output` has as many rows as tokens have numbers, or along its `output_axis`. `mark` is the text of an image token;
-    a token whose text begins like `spare` may stand in for it. `config` has what config.json has besides, `processor`
-    is preprocessor_config.json. `names_of` are more names, which depend on the file. `offsets` are to be added to
-    tensors; `tokens` are texts by what config.json calls their ids. `models` are transformers' model and its class for
-    architectures with which these are others.
+    colours of a pixel; of `by_axis` it has all positions along an axis together. `unused` are weights that transformers
+    wants and does not use, each with a tensor of its shape. `output` has as many rows as tokens have numbers, or along
+    its `output_axis`. `mark` is the text of an image token; a token whose text begins like `spare` may stand in for it.
+    `config` has what config.json has besides, `processor` is preprocessor_config.json. `names_of` are more names, which
+    depend on the file. `offsets` are to be added to tensors; `tokens` are texts by what config.json calls their ids.
+    `models` are transformers' model and its class for architectures with which these are others.
     """
 
     model_type: str
