@@ -349,6 +349,31 @@ def _lfm2_tensors(name: str, values: Array, config: Config) -> Named:
     yield from _named(name.removeprefix("model."), values, config)
 
 
+def _minicpm(config: Config, processor: Config) -> dict[str, Any]:
+    return {
+        "clip.use_gelu": True,
+        "clip.vision.image_size": processor["scale_resolution"],
+        "clip.vision.projector.scale_factor": 4,
+        "clip.vision.wa_layer_indexes": [config["insert_layer_id"]],
+        "clip.vision.attention.layer_norm_epsilon": 1e-6,
+    }
+
+
+_MINICPM = (
+    *(("model.vision_tower.", "v."), ("model.merger.mlp.0.", "mm."), ("embeddings.", ""), ("encoder.layers", "blk")),
+    *(("mm.pre_norm", "mm.input_norm"), ("mm.linear_1", "mm.up"), ("mm.linear_2", "mm.down")),
+    *(("pre_norm", "ds_ln"), ("linear_1", "ds_ffn_up"), ("linear_2", "ds_ffn_down")),
+    *(("self_attn.out_proj", "attn_out"), ("self_attn.", "attn_"), ("_proj", ""), ("layer_norm", "ln")),
+    *(("mlp.fc1", "ffn_up"), ("mlp.fc2", "ffn_down"), ("post_layernorm", "post_ln"), ("_embedding", "_embd")),
+)
+
+
+def _minicpm_tensors(name: str, values: Array, config: Config) -> Named:
+    for theirs, own in _MINICPM:
+        name = name.replace(theirs, own)
+    yield name, values
+
+
 def _gemma3(config: Config, processor: Config) -> dict[str, Any]:
     tower = config["vision_config"]
     scale = int(tower["image_size"] // tower["patch_size"] // config["mm_tokens_per_image"] ** 0.5)
@@ -469,6 +494,7 @@ KINDS = {
         _lfm2_tensors,
         {"attention.layer_norm_rms_epsilon": 1e-5, "shortconv.l_cache": 3},
     ),
+    "minicpmv4_6": Kind("qwen35", "minicpmv4_6", _minicpm, _minicpm_tensors, _DELTA_NETS),
     "mistral3": Kind("llama", "pixtral", _mistral3, _mistral3_tensors),
     "lighton_ocr": Kind("qwen3", "lightonocr", _mistral3, _lighton_tensors),
     "gemma3": Kind(

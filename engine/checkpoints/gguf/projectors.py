@@ -14,6 +14,7 @@ from .file import Gguf
 from .gemma_projectors import GEMMA4, GEMMA4_UNIFIED
 from .glm_projectors import GLM4V, GLM_OCR
 from .lfm_projectors import LFM2
+from .minicpm_projectors import MINICPM
 from .qwen_projectors import QWEN
 from .vision import Projector, Vision, both
 
@@ -264,6 +265,7 @@ PROJECTORS: dict[str, Projector] = {
     "gemma4uv": GEMMA4_UNIFIED,
     **QWEN,
     "lfm2": LFM2,
+    "minicpmv4_6": MINICPM,
     "glm4v": GLM4V,
     "internvl": Projector(
         "internvl",
