@@ -374,6 +374,25 @@ def _minicpm_tensors(name: str, values: Array, config: Config) -> Named:
     yield name, values
 
 
+def _paddle(config: Config, processor: Config) -> dict[str, Any]:
+    return {
+        "clip.use_gelu": True,
+        "clip.vision.image_size": 112,
+        "clip.vision.image_min_pixels": processor["size"]["shortest_edge"],
+        "clip.vision.image_max_pixels": processor["size"]["longest_edge"],
+        "clip.vision.attention.layer_norm_epsilon": 1e-6,
+    }
+
+
+_PADDLE = (("visual.vision_model.", "model.vision_tower."), *((f"mlp_AR.linear_{one}", f"mm.{one}") for one in (1, 2)))
+
+
+def _paddle_tensors(name: str, values: Array, config: Config) -> Named:
+    for theirs, own in (*_PADDLE, ("mlp_AR.pre_norm", "mm.input_norm")):
+        name = name.replace(theirs, own)
+    yield from _minicpm_tensors(name, values, config)
+
+
 def _gemma3(config: Config, processor: Config) -> dict[str, Any]:
     tower = config["vision_config"]
     scale = int(tower["image_size"] // tower["patch_size"] // config["mm_tokens_per_image"] ** 0.5)
@@ -495,6 +514,7 @@ KINDS = {
         {"attention.layer_norm_rms_epsilon": 1e-5, "shortconv.l_cache": 3},
     ),
     "minicpmv4_6": Kind("qwen35", "minicpmv4_6", _minicpm, _minicpm_tensors, _DELTA_NETS),
+    "paddleocr_vl": Kind("paddleocr", "paddleocr", _paddle, _paddle_tensors, _SECTIONS),
     "mistral3": Kind("llama", "pixtral", _mistral3, _mistral3_tensors),
     "lighton_ocr": Kind("qwen3", "lightonocr", _mistral3, _lighton_tensors),
     "gemma3": Kind(

@@ -736,7 +736,7 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 56 * 56, "max_pixels": 112 * 112},
     ),
     "paddleocr_vl": (
-        ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
+        ["<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>", "<|video_pad|>"],
         {
             "text_config": _TEXT | {"head_dim": 16, "rope_parameters": _MROPE},
             "vision_config": _SIGLIP | {"patch_size": 14, "image_size": 56, "spatial_merge_size": 2},

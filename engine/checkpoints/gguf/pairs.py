@@ -26,6 +26,7 @@ _IN_THREE_DIMENSIONS: dict[str, dict[str, Any]] = {
     "qwen3vlmoe": _IN_TURNS,
     "qwen35": {},
     "qwen35moe": {},
+    "paddleocr": {},
     "glm4": {},
     "glm4moe": {},
 }

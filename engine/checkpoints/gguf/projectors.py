@@ -15,6 +15,7 @@ from .gemma_projectors import GEMMA4, GEMMA4_UNIFIED
 from .glm_projectors import GLM4V, GLM_OCR
 from .lfm_projectors import LFM2
 from .minicpm_projectors import MINICPM
+from .paddle_projectors import PADDLE
 from .qwen_projectors import QWEN
 from .vision import Projector, Vision, both
 
@@ -265,6 +266,7 @@ PROJECTORS: dict[str, Projector] = {
     "gemma4uv": GEMMA4_UNIFIED,
     **QWEN,
     "lfm2": LFM2,
+    "paddleocr": PADDLE,
     "minicpmv4_6": MINICPM,
     "glm4v": GLM4V,
     "internvl": Projector(

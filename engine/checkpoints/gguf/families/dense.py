@@ -34,6 +34,10 @@ def _mlp_bias(keys: Keys) -> dict[str, Any]:
     return {"mlp_bias": keys.has("ffn_up.bias")}
 
 
+def _bias(keys: Keys) -> dict[str, Any]:
+    return {"use_bias": keys.has("attn_q.bias")}
+
+
 def _partial(keys: Keys) -> dict[str, Any]:
     return {"rope_parameters": partial_rope(keys)}
 
@@ -141,9 +145,8 @@ DENSE: dict[str, Architecture | Callable[[Keys], Architecture]] = {
         extra=lambda keys: {"attention_out_bias": keys.has("attn_output.bias")} | _mlp_bias(keys),
     ),
     "hunyuan-dense": Architecture("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", _HUNYUAN),
-    "ernie4_5": Architecture(
-        "ernie4_5", "Ernie4_5ForCausalLM", extra=lambda keys: {"use_bias": keys.has("attn_q.bias")}
-    ),
+    "paddleocr": Architecture("llama", "LlamaForCausalLM", extra=_bias),  # text has the same position in all three
+    "ernie4_5": Architecture("ernie4_5", "Ernie4_5ForCausalLM", extra=_bias),
     "apertus": Architecture("apertus", "ApertusForCausalLM", _APERTUS, constants=_activations),
     "arcee": Architecture("arcee", "ArceeForCausalLM", interleaved=True, extra=_mlp_bias),
     "stablelm": Architecture("stablelm", "StableLmForCausalLM", _STABLELM, epsilon="layer_norm_eps", extra=_stablelm),
