@@ -69,8 +69,8 @@ class Groups(NamedTuple):
 
 
 class GgufWeight(NamedTuple):
-    """Where a weight comes from. `heads`: the rows of each are interleaved in the file, or, of the first `apart` of each,
-    those in even places of the model lie before the others. `offset` is to be added.
+    """Where a weight comes from. `heads`: the rows of each are interleaved in the file, or, of its first `apart`, those
+    in even places of the model lie before the others. `offset` is to be added.
 
     `expert` is an index into the tensor's first dimension, and `shape` what the model has. `more` are the tensors of
     further rows or, if `is_split_in_time`, of further frames: a new third dimension. `sees`: it is no language model's.

@@ -14,8 +14,8 @@ from ....schemas.sources import NO_PROJECTOR, gguf_model, is_projector, join_pai
 from . import models
 from .file import Gguf, GgufTensor, GgufWeight, read_gguf
 from .keys import Keys
-from .projectors import PROJECTORS, projector_of, projector_type
-from .vision import Names, Projector, Vision
+from .projectors.table import PROJECTORS, projector_of, projector_type
+from .projectors.vision import Names, Projector, Vision
 
 _TOKENS = "tokenizer.ggml.tokens"
 _LAYER = "v.blk."

@@ -180,10 +180,13 @@ def test_levels_are_kept_of_the_language_model_alone(
         assert len({*answers}) == 4
 
 
-@pytest.mark.parametrize(("behind", "backend"), [(",none", "paged"), ("", "hf")])
-def test_the_language_model_runs_alone(behind: str, backend: str, seer: Callable[[str], Seer]) -> None:
+@pytest.mark.parametrize(
+    ("family", "behind", "backend"),
+    [("smolvlm", ",none", "paged"), ("smolvlm", "", "hf"), ("glm4v", ",none", "paged"), ("paddleocr_vl", "", "hf")],
+)
+def test_the_language_model_runs_alone(family: str, behind: str, backend: str, seer: Callable[[str], Seer]) -> None:
     """Where that is asked for, and with a backend that sees nothing."""
-    found = seer("smolvlm")
+    found = seer(family)
     with InferenceEngine(config(f"{found.gguf}{behind}", backend=backend)) as engine:
         assert not engine.model_info().sees
         assert engine.generate(TEXT, GREEDY).token_ids == found.wanted[2]

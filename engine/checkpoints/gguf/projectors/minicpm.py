@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isqrt
 from typing import Any
 
-from ....schemas.errors import ModelLoadError
+from .....schemas.errors import ModelLoadError
 from .vision import Projector, Vision, both
 
 _TOWER = "model.vision_tower"
@@ -21,8 +21,8 @@ def _minicpm(vision: Vision) -> dict[str, Any]:
         raise ModelLoadError(f"{vision.gguf.path} has no one layer in wa_layer_indexes; convert the model again")
     if (side := vision.need("projector.scale_factor")) != _SIDE:  # such files lack what merges windows
         raise ModelLoadError(
-            f"{vision.gguf.path} shows {side} × {side} patches in a token, which is not supported; use a file with "
-            f"{_SIDE} × {_SIDE} (downsample_mode 16x)"
+            f"{vision.gguf.path} shows {side} by {side} patches in a token, which is not supported; use a file with "
+            f"{_SIDE} by {_SIDE} (downsample_mode 16x)"
         )
     own = {
         "hidden_act": "gelu_pytorch_tanh",

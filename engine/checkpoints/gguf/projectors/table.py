@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....schemas.errors import ModelLoadError
-from .file import Gguf
-from .gemma_projectors import GEMMA4, GEMMA4_UNIFIED
-from .glm_projectors import GLM4V, GLM_OCR
-from .lfm_projectors import LFM2
-from .minicpm_projectors import MINICPM
-from .paddle_projectors import PADDLE
-from .qwen_projectors import QWEN
+from .....schemas.errors import ModelLoadError
+from ..file import Gguf
+from .gemma import GEMMA4, GEMMA4_UNIFIED
+from .glm import GLM4V, GLM_OCR
+from .lfm import LFM2
+from .minicpm import MINICPM
+from .paddle import PADDLE
+from .qwen import QWEN
 from .vision import Projector, Vision, both
 
 

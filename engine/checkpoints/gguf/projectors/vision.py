@@ -8,8 +8,8 @@ from math import isqrt
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ....schemas.errors import ModelLoadError
-from .file import Gguf
+from .....schemas.errors import ModelLoadError
+from ..file import Gguf
 
 Names = Mapping[str, str]
 Settings = Callable[["Vision"], dict[str, Any]]
