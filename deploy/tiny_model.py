@@ -67,6 +67,7 @@ _LATENT: dict[str, object] = {
     "topk_group": 1,
     "moe_intermediate_size": 64,
 }
+_CHOOSING: dict[str, object] = {"index_topk": 16, "index_head_dim": 18, "index_n_heads": 16}
 _MULTIPLIED: dict[str, object] = {
     "embedding_multiplier": 6.0,
     "attention_multiplier": 0.4,
@@ -116,6 +117,7 @@ SHAPES: dict[str, dict[str, object]] = {
     "glm4": _SMALL | {"head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True},
     "glm": _SMALL | {"head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True},
     "ernie4_5": _SMALL | {"head_dim": 16, "use_bias": True, "tie_word_embeddings": False},
+    "glm_moe_dsa": _SMALL | _LATENT | _CHOOSING | {"indexer_types": ["full", "shared"]},
     "helium": _SMALL | {"head_dim": 16},
     "bailing_hybrid": _SMALL
     | _LATENT
@@ -129,6 +131,7 @@ SHAPES: dict[str, dict[str, object]] = {
     "bamba": _SMALL | _MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1]},
     "codegen": _OLD | {"rotary_dim": 8},
     "deepseek_v3": _SMALL | _LATENT,
+    "deepseek_v32": _SMALL | _LATENT | _CHOOSING,
     "falcon": _SMALL | {"num_kv_heads": 2, "new_decoder_architecture": True},
     "falcon_mamba": _SELECTIVE,
     "falcon_h1": _SMALL
@@ -279,6 +282,8 @@ def make_tiny_model(
     end_of_text, _, end_of_turn = (tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS)
     ids = {"bos_token_id": None, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
     settings = {"vocab_size": vocabulary_size, "initializer_range": 0.1} | SHAPES[shape] | dict(sizes or {}) | ids
+    if "index_topk" in settings:
+        settings["pad_token_id"] = None  # whose embedding would be zero: it would choose any tokens
     if "hidden_size_per_layer_input" in settings:
         settings["vocab_size_per_layer_input"] = vocabulary_size
     config = library.AutoConfig.for_model(shape, **settings)

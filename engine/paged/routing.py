@@ -1,7 +1,7 @@
 """Models of transformers whose layers do not pass keywords on, or attend in their own code: made to call the runner.
 
 A table says for each architecture which modules attend, and how they are changed: some only lack the runner's
-function, some attend in a method, `_attn`, and Falcon's do all in one.
+function, some attend in a method, `_attn`, Falcon's do all in one, and some choose what they attend to.
 Source: the modules of these names in transformers.
 """
 
@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ...schemas.errors import ModelLoadError
 from .attention import Rules
+from .choosing import Choice, with_parts
 
 
 class Route:
@@ -21,6 +23,7 @@ class Route:
 
     def __init__(self, model: nn.Module) -> None:
         self.attention: Callable[..., Tensor] | None = None
+        self.chosen: tuple[Tensor, Choice] | None = None  # by the last layer that has an indexer
         model.register_forward_pre_hook(self._take, with_kwargs=True)
         model.register_forward_hook(self._drop, always_call=True)
 
@@ -34,7 +37,7 @@ class Route:
         return args, given
 
     def _drop(self, *_: Any) -> None:
-        self.attention = None
+        self.attention = self.chosen = None
 
 
 def _pass_on(module: Any, route: Route) -> None:
@@ -78,6 +81,45 @@ def _falcon(module: Any, route: Route) -> None:
     module.forward = forward
 
 
+def _choosing(module: Any, route: Route) -> None:
+    """Layers without an indexer attend to what the last one with one has chosen, by the same keys, which they keep."""
+    from transformers.models.deepseek_v32 import modeling_deepseek_v32
+
+    library: Any = modeling_deepseek_v32  # it is not typed
+    in_turns, by_halves = library.apply_rotary_pos_emb_interleave, library.apply_rotary_pos_emb
+    is_glm, own = type(module).__name__ == "GlmMoeDsaAttention", module.indexer
+    module.config.layer_types = ["full_attention"] * module.config.num_hidden_layers  # as the runner sees them
+    rope = module.qk_rope_head_dim
+
+    def choose(x: Tensor, queries: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Choice]:
+        """The key of each token [1, T, D], and how it chooses."""
+        query = own.wq_b(queries).view(*x.shape[:2], own.n_heads, own.head_dim)
+        key = own.k_norm(own.wk(x))[:, :, None]
+        rotate = in_turns if is_glm else by_halves
+        turned = rotate(query[..., :rope], key[..., :rope], *angles, unsqueeze_dim=2)
+        query, key = (torch.cat((new, old[..., rope:]), dim=-1) for new, old in zip(turned, (query, key), strict=True))
+        weights = own.weights_proj(x.to(own.weights_proj.weight.dtype)).float() * own.n_heads**-0.5
+        return key[:, :, 0], Choice(query[0], weights[0], own.softmax_scale, own.index_topk, module.qk_head_dim)
+
+    def forward(hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: object) -> tuple[Any, ...]:
+        x, angles = hidden_states, position_embeddings
+        queries = module.q_a_layernorm(module.q_a_proj(x))
+        query = module.q_b_proj(queries).view(*x.shape[:2], -1, module.qk_head_dim).transpose(1, 2)
+        latent, key = module.kv_a_proj_with_mqa(x).split((module.kv_lora_rank, rope), dim=-1)
+        passed = query.shape[-1] - rope
+        turned, key = in_turns(query[..., passed:], key[:, None], *angles)
+        key, value = module.expand_kv(module.kv_a_layernorm(latent)[:, None], key)
+        if own is not None:
+            route.chosen = choose(x, queries, angles)
+        assert route.chosen is not None  # the first layer has an indexer
+        rules = Rules(module.scaling, choice=route.chosen[1])
+        query, key = torch.cat((query[..., :passed], turned), dim=-1), with_parts(key, route.chosen[0])
+        mixed = module.o_proj(route.attend(module.layer_idx, query, key, value, rules, None))
+        return (mixed, None, None) if is_glm else (mixed, None)
+
+    module.forward = forward
+
+
 class _Attending(NamedTuple):
     kind: str
     change: Callable[[Any, Route], None]
@@ -85,16 +127,18 @@ class _Attending(NamedTuple):
 
 _ROUTED: Mapping[str, _Attending] = {
     "CodeGenForCausalLM": _Attending("CodeGenAttention", _attend),
+    "DeepseekV32ForCausalLM": _Attending("DeepseekV32Attention", _choosing),
     "FalconForCausalLM": _Attending("FalconAttention", _falcon),
     "GPTJForCausalLM": _Attending("GPTJAttention", _attend),
     "GPTNeoForCausalLM": _Attending("GPTNeoSelfAttention", _attend),
+    "GlmMoeDsaForCausalLM": _Attending("GlmMoeDsaAttention", _choosing),
     "NemotronForCausalLM": _Attending("NemotronAttention", _pass_on),
     "StableLmForCausalLM": _Attending("StableLmAttention", _pass_on),
 }
 
 
 def is_routed(architecture: str) -> bool:
-    """Whether it is loaded with attention of transformers', which `route` replaces."""
+    """Whether a model is loaded with transformers' own attention, for `route` to replace."""
     return architecture in _ROUTED
 
 

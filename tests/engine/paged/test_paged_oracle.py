@@ -44,11 +44,13 @@ SOME = ["llama", "mistral", "gemma2", "gemma4_text", "qwen3_moe", "qwen3_next", 
 MORE = [
     "cohere",
     "deepseek_v3",
+    "deepseek_v32",
     "ernie4_5",
     "falcon",
     "gemma3_text",
     "glm",
     "glm4",
+    "glm_moe_dsa",
     "gpt2",
     "gpt_neo",
     "gptj",
@@ -139,6 +141,7 @@ class Oracle:
         head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         if getattr(config, "kv_lora_rank", None):  # latent attention, whose values are cached as wide as its keys
             head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+            head_dim += -(-getattr(config, "index_head_dim", 0) // heads)
         layers, states = config.num_hidden_layers, 0
         if shape in STATEFUL:
             layers = sum(kind in ("full_attention", "sliding_attention", "hybrid") for kind in config.layer_types)
