@@ -90,6 +90,8 @@ def _choosing(module: Any, route: Route) -> None:
     is_glm, own = type(module).__name__ == "GlmMoeDsaAttention", module.indexer
     module.config.layer_types = ["full_attention"] * module.config.num_hidden_layers  # as the runner sees them
     rope = module.qk_rope_head_dim
+    if own is not None:
+        own.weights_proj.to(module.q_a_layernorm.weight.dtype)  # transformers keeps it in float32 beside float16
 
     def choose(x: Tensor, queries: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Choice]:
         """The key of each token [1, T, D], and how it chooses."""
@@ -98,7 +100,7 @@ def _choosing(module: Any, route: Route) -> None:
         rotate = in_turns if is_glm else by_halves
         turned = rotate(query[..., :rope], key[..., :rope], *angles, unsqueeze_dim=2)
         query, key = (torch.cat((new, old[..., rope:]), dim=-1) for new, old in zip(turned, (query, key), strict=True))
-        weights = own.weights_proj(x.to(own.weights_proj.weight.dtype)).float() * own.n_heads**-0.5
+        weights = own.weights_proj(x).float() * own.n_heads**-0.5
         return key[:, :, 0], Choice(query[0], weights[0], own.softmax_scale, own.index_topk, module.qk_head_dim)
 
     def forward(hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: object) -> tuple[Any, ...]:

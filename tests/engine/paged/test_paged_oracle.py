@@ -299,6 +299,25 @@ def test_preemption_changes_nothing(shape: str, start: StartEngine, oracle: Orac
     assert cache is not None and cache.num_preemptions > 0
 
 
+@pytest.mark.parametrize("shape", ["deepseek_v32", "falcon", "glm_moe_dsa", "gpt_neo", "gptj", "stablelm"])
+def test_a_successor_gives_the_same_tokens(shape: str, config_of: Callable[..., EngineConfig], oracle: Oracle) -> None:
+    """Models whose layers call the runner in ways of their own, beside another request."""
+    backend = PagedBackend(config_of(shape))
+    whole, other = (oracle.tokens(shape, prompt) for prompt in (PROMPTS[-1], PROMPTS[1]))
+    for count in (1, COUNT - 1):
+        requests = [
+            EngineRequest("taken over", tuple(PROMPTS[-1]), GREEDY, seed=1, generated=(whole[:count],)),
+            EngineRequest("beside", tuple(PROMPTS[1]), GREEDY, seed=1),
+        ]
+        choices = [Choice(request, 0, backend.tokenizer, backend.info) for request in requests]
+        for choice in choices:
+            backend.add(choice)
+        while backend.num_running or backend.num_waiting:
+            backend.step()
+        assert [tuple(choice.tokens) for choice in choices] == [whole, other]
+    backend.close()
+
+
 @some_shapes
 def test_seeded_draws_depend_on_nothing_else(shape: str, start: StartEngine, oracle: Oracle) -> None:
     alone = start(shape, max_batch_size=1)
