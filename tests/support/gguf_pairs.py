@@ -483,6 +483,11 @@ def _gemma4_keys(**more: Any) -> dict[str, Any]:
 
 _SECTIONS = {"rope.dimension_sections": [2, 3, 3, 0]}
 _GLM_SECTIONS = {"rope.dimension_sections": [1, 1, 2, 0], "rope.dimension_count": 8}
+_YARN = {
+    **{"rope.scaling.type": "yarn", "rope.scaling.factor": 16.0, "rope.scaling.original_context_length": 16},
+    **{"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0, "rope.dimension_count": 16},
+    **{"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.3},
+}
 _EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64}
 _GLM_EXPERTS = _EXPERTS | {
     **{"leading_dense_block_count": 1, "expert_shared_count": 1, "expert_group_count": 1, "expert_group_used_count": 1},
@@ -516,6 +521,7 @@ KINDS = {
     "minicpmv4_6": Kind("qwen35", "minicpmv4_6", _minicpm, _minicpm_tensors, _DELTA_NETS),
     "paddleocr_vl": Kind("paddleocr", "paddleocr", _paddle, _paddle_tensors, _SECTIONS),
     "mistral3": Kind("llama", "pixtral", _mistral3, _mistral3_tensors),
+    "ministral3": Kind("mistral3", "pixtral", _mistral3, _mistral3_tensors, _YARN),
     "lighton_ocr": Kind("qwen3", "lightonocr", _mistral3, _lighton_tensors),
     "gemma3": Kind(
         "gemma3",

@@ -868,6 +868,24 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         _GEMMA4_PROCESSOR | {"image_processor_type": "Gemma4UnifiedImageProcessor"},
     ),
+    "ministral3": (  # a Mistral 3, whose attention grows sharper with the text
+        ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
+        {
+            "text_config": _TEXT
+            | {"model_type": "ministral3", "head_dim": 16}
+            | {
+                "rope_parameters": {
+                    **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 16},
+                    **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+                    "llama_4_scaling_beta": 0.3,
+                },
+            },
+            "vision_config": _PIXTRAL,
+            "spatial_merge_size": 2,
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 112}, "patch_size": 14},
+    ),
     "mistral3": (
         ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
         {
@@ -880,7 +898,10 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
-KINDS = {"paligemma2": "paligemma", "gemma4_e": "gemma4", "granite_vision": "llava_next"}
+KINDS = {
+    **{"paligemma2": "paligemma", "gemma4_e": "gemma4", "granite_vision": "llava_next"},
+    "ministral3": "mistral3",
+}
 """The model_type of families that are named otherwise here."""
 
 _TEMPLATE = (
@@ -948,6 +969,7 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
         "granite_vision",
         "vipllava",
         "aya_vision",
+        "ministral3",
         "mistral3",
         "got_ocr2",
         "llama4",

@@ -49,7 +49,7 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
         return text
     kind, vision, tokens = _check(gguf, gguf.projector, text)
     architecture = gguf.metadata["general.architecture"]
-    text |= {"model_type": kind.texts[architecture]}
+    text["model_type"] = kind.texts[architecture] or text["model_type"]
     if architecture in _IN_THREE_DIMENSIONS:
         if (sections := Keys(gguf).sections) is None:
             raise ModelLoadError(f"{gguf.path} has no {architecture}.rope.dimension_sections; convert the model again")

@@ -155,7 +155,7 @@ _JOINT = "model.multi_modal_projector"
 _PIXTRAL = Projector(
     "llava",
     "LlavaForConditionalGeneration",
-    {"llama": "llama", "mistral3": "llama"},
+    {"llama": "llama", "mistral3": ""},  # a Mistral's or Ministral's
     "model.language_model",
     "[IMG]",
     {
