@@ -511,6 +511,7 @@ KINDS = {
     "glm4v_moe": Kind("glm4moe", "glm4v", _glm, _glm_tensors, _GLM_SECTIONS | _GLM_EXPERTS),
     "glm_ocr": Kind("glm4", "glm4v", _glm, _glm_tensors, _SECTIONS, apart=16),
     "internvl": Kind("qwen2", "internvl", _internvl, _internvl_tensors),
+    "internvl_moe": Kind("qwen3moe", "internvl", _internvl, _internvl_tensors, _EXPERTS),
     "lfm2_vl": Kind(
         "lfm2",
         "lfm2",

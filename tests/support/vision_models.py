@@ -868,6 +868,30 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         _GEMMA4_PROCESSOR | {"image_processor_type": "Gemma4UnifiedImageProcessor"},
     ),
+    "mistral3": (
+        ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
+        {
+            "text_config": _TEXT | {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
+            "vision_config": _PIXTRAL,
+            "spatial_merge_size": 2,
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 112}, "patch_size": 14},
+    ),
+}
+
+# The same of those in GGUF whose text differs from that of their families.
+OTHER_TEXTS: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
+    "internvl_moe": (
+        FAMILIES["internvl"][0],
+        FAMILIES["internvl"][1]
+        | {
+            "text_config": _TEXT
+            | {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2}
+            | {"moe_intermediate_size": 64, "norm_topk_prob": True},
+        },
+        FAMILIES["internvl"][2],
+    ),
     "ministral3": (  # a Mistral 3, whose attention grows sharper with the text
         ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
         {
@@ -886,21 +910,11 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 112}, "patch_size": 14},
     ),
-    "mistral3": (
-        ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
-        {
-            "text_config": _TEXT | {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
-            "vision_config": _PIXTRAL,
-            "spatial_merge_size": 2,
-            "tie_word_embeddings": False,
-        },
-        {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 112}, "patch_size": 14},
-    ),
 }
 
 KINDS = {
     **{"paligemma2": "paligemma", "gemma4_e": "gemma4", "granite_vision": "llava_next"},
-    "ministral3": "mistral3",
+    **{"ministral3": "mistral3", "internvl_moe": "internvl"},
 }
 """The model_type of families that are named otherwise here."""
 
@@ -919,7 +933,7 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
     import transformers
 
     library: Any = transformers
-    marks, settings, processor = FAMILIES[family]
+    marks, settings, processor = (FAMILIES | OTHER_TEXTS)[family]
     tokenizer: Any = make_tokenizer(512)
     tokenizer.add_special_tokens({"additional_special_tokens": marks}, replace_extra_special_tokens=False)
     written = f"<|vision_start|>{marks[0]}<|vision_end|>" if "<|vision_start|>" in marks else marks[family == "gemma3"]

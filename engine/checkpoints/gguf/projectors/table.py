@@ -272,7 +272,7 @@ PROJECTORS: dict[str, Projector] = {
     "internvl": Projector(
         "internvl",
         "InternVLForConditionalGeneration",
-        {"qwen2": "qwen2", "qwen3": "qwen3", "llama": "llama"},
+        {"qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "llama": "llama"},
         "model.language_model",
         "<IMG_CONTEXT>",
         {
