@@ -67,6 +67,7 @@ _LATENT: dict[str, object] = {
     "topk_group": 1,
     "moe_intermediate_size": 64,
 }
+_CHOOSING: dict[str, object] = {"index_topk": 16, "index_head_dim": 18, "index_n_heads": 16}
 _MULTIPLIED: dict[str, object] = {
     "embedding_multiplier": 6.0,
     "attention_multiplier": 0.4,
@@ -81,6 +82,13 @@ _SELECTIVE: dict[str, object] = {
     "time_step_rank": 8,
     "tie_word_embeddings": False,
     "max_position_embeddings": CONTEXT_LENGTH,
+    "initializer_range": 0.15,
+}
+_OLD: dict[str, object] = {
+    "n_layer": 2,
+    "n_head": 4,
+    "n_embd": 64,
+    "n_positions": CONTEXT_LENGTH,
     "initializer_range": 0.15,
 }
 SHAPES: dict[str, dict[str, object]] = {
@@ -109,6 +117,7 @@ SHAPES: dict[str, dict[str, object]] = {
     "glm4": _SMALL | {"head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True},
     "glm": _SMALL | {"head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True},
     "ernie4_5": _SMALL | {"head_dim": 16, "use_bias": True, "tie_word_embeddings": False},
+    "glm_moe_dsa": _SMALL | _LATENT | _CHOOSING | {"indexer_types": ["full", "shared"]},
     "helium": _SMALL | {"head_dim": 16},
     "bailing_hybrid": _SMALL
     | _LATENT
@@ -120,7 +129,10 @@ SHAPES: dict[str, dict[str, object]] = {
         "moe_shared_expert_intermediate_size": 64,
     },
     "bamba": _SMALL | _MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "codegen": _OLD | {"rotary_dim": 8},
     "deepseek_v3": _SMALL | _LATENT,
+    "deepseek_v32": _SMALL | _LATENT | _CHOOSING,
+    "falcon": _SMALL | {"num_kv_heads": 2, "new_decoder_architecture": True},
     "falcon_mamba": _SELECTIVE,
     "falcon_h1": _SMALL
     | _MAMBA
@@ -182,6 +194,16 @@ SHAPES: dict[str, dict[str, object]] = {
         "moe_intermediate_size": 64,
         "moe_shared_expert_intermediate_size": 64,
     },
+    "gpt_neo": {
+        "num_layers": 2,
+        "num_heads": 4,
+        "hidden_size": 64,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 16,
+        "max_position_embeddings": CONTEXT_LENGTH,
+        "initializer_range": 0.15,
+    },
+    "gptj": _OLD | {"rotary_dim": 8},
     "gpt_oss": _SMALL | _MIXED | {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granite": _SMALL | _MULTIPLIED,
     "llama4_text": _SMALL
@@ -225,6 +247,7 @@ SHAPES: dict[str, dict[str, object]] = {
         },
     },
     "mixtral": _SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "nemotron": _SMALL,
     "olmo2": _SMALL,
     "olmo_hybrid": _HYBRID,
     "phi3": _SMALL | {"sliding_window": 16, "partial_rotary_factor": 0.5},
@@ -259,6 +282,8 @@ def make_tiny_model(
     end_of_text, _, end_of_turn = (tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS)
     ids = {"bos_token_id": None, "eos_token_id": end_of_text, "pad_token_id": end_of_text}
     settings = {"vocab_size": vocabulary_size, "initializer_range": 0.1} | SHAPES[shape] | dict(sizes or {}) | ids
+    if "index_topk" in settings:
+        settings["pad_token_id"] = None  # whose embedding would be zero: it would choose any tokens
     if "hidden_size_per_layer_input" in settings:
         settings["vocab_size_per_layer_input"] = vocabulary_size
     config = library.AutoConfig.for_model(shape, **settings)

@@ -62,11 +62,13 @@ ROOMS: dict[str, set[str]] = {
     "engine.checkpoints.gguf": {
         "engine.checkpoints.experts",
         "engine.checkpoints.gguf.families",
+        "engine.checkpoints.gguf.projectors",
         "engine.checkpoints.lazy",
         "engine.checkpoints.mxfp4",
         "engine.checkpoints.rounded",
     },
     "engine.checkpoints.gguf.families": {"engine.checkpoints.gguf.file", "engine.checkpoints.gguf.keys"},
+    "engine.checkpoints.gguf.projectors": {"engine.checkpoints.gguf.file"},
     "engine.cpu": {"engine.models"},
     "engine.cuda": {"engine.checkpoints", "engine.models"},
     "engine.grammar": {"engine.text"},

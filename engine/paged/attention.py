@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..transfer import upload
+from .choosing import Choice
 from .kv.kv_cache import LayerSpec, SlicedPool
 from .packing import Ints, LayerGroup, PackedSegments
 
@@ -26,11 +27,13 @@ _TILE = 128
 
 
 class Rules(NamedTuple):
-    """How one layer attends, besides its window: `softcap` bounds the scores, `sinks` [Hq] join the softmax."""
+    """How one layer attends, besides its window: `softcap` bounds the scores, `sinks` [Hq] join the softmax, and with a
+    `choice`, which is another one in each pass, tokens attend to those that they choose."""
 
     scaling: float
     softcap: float | None = None
     sinks: Tensor | None = None
+    choice: Choice | None = None
 
 
 class DecodeBucket(NamedTuple):
@@ -138,6 +141,10 @@ def _decode(bucket: DecodeBucket, pool: SlicedPool, query: Tensor, rules: Rules)
     keys, values = pool.gather(bucket.rows, batch * heads)  # [B · H, L, D]
     scores = _scores(rows, keys, rules)
     scores.view(batch, heads * group, -1).add_(bucket.mask)
+    if rules.choice is not None:
+        each, own = slice(bucket.start, bucket.stop), keys.view(batch, heads, -1, size)
+        if (unchosen := rules.choice.unchosen(each, own, bucket.mask < 0)) is not None:
+            scores.view(batch, heads * group, -1).masked_fill_(unchosen, -torch.inf)
     return torch.bmm(_softmax(scores, rules, heads), values).view(batch, -1)
 
 
@@ -161,9 +168,20 @@ def _prefill(prefill: Prefill, window: int | None, pool: SlicedPool, query: Tens
             seen[..., -count:].add_(_later(count, scores))
             if window is not None and (outside := end - begin - window) > 0:
                 seen[..., :outside].add_(_earlier(count, outside, scores))
+        _choose(rules, slice(first, last), keys[:, begin:end], seen)
         mixed = torch.bmm(_softmax(scores, rules, heads), values[:, begin:end])
         parts.append(mixed.view(heads, group, count, -1).permute(2, 0, 1, 3).reshape(count, -1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _choose(rules: Rules, tokens: slice, keys: Tensor, scores: Tensor) -> None:
+    """Hide from the scores [H, G, Q, L] of one sequence's causal queries the keys that they do not choose."""
+    if rules.choice is None:
+        return
+    count, length = scores.shape[-2:]
+    hidden = torch.ones((count, length), dtype=torch.bool, device=keys.device).triu_(length - count + 1)
+    if (unchosen := rules.choice.unchosen(tokens, keys, hidden)) is not None:
+        scores.masked_fill_(unchosen, -torch.inf)
 
 
 def _scores(rows: Tensor, keys: Tensor, rules: Rules) -> Tensor:
@@ -210,9 +228,10 @@ def _masks(rows: int, columns: int, dtype: torch.dtype, device: torch.device, ab
 def attend_alone(query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> Tensor:
     """Causal attention over one whole sequence, without a pool or a window: [H, T, D] → [T, Hq · Dv]."""
     heads, count, size = key.shape
-    rows = query.reshape(heads, -1, size)
+    rows = widened(query, size).reshape(heads, -1, size)
     scores = _scores(rows, key, rules)
     scores.view(heads, -1, count, count).add_(_later(count, scores))
+    _choose(rules, slice(None), key, scores.view(heads, -1, count, count))
     mixed = torch.bmm(_softmax(scores, rules, heads), value)
     return mixed.view(heads, -1, count, value.shape[-1]).permute(2, 0, 1, 3).reshape(count, -1)
 

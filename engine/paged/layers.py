@@ -67,6 +67,10 @@ def observe(model: Any, name: str, run: Callable[[Callable[..., Tensor]], Tensor
         nonlocal flops
         if index in seen:
             raise ModelLoadError(f"{name} attends twice in layer {index}; use --backend hf")
+        if rules.choice is not None and query.is_cuda:
+            raise ModelLoadError(
+                f"{name} chooses the tokens that it attends to, which runs on a CPU alone; set device to cpu"
+            )
         seen[index] = LayerSpec(window, key.shape[0], key.shape[2], value.shape[2])
         rules_of[index] = rules
         source, *_ = first_with.setdefault((key.data_ptr(), value.data_ptr()), (index, key, value))

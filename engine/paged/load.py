@@ -24,6 +24,7 @@ from .decoding.llama4 import replace_mixtures
 from .decoding.rows import hold_rows
 from .quantization.blocks import rows_of
 from .quantization.quantize import ProductMaker
+from .routing import is_routed, route
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,6 +70,10 @@ def _load(
 
     if takes_images(path, architecture):
         return _load_blind(config, path, architecture, device, progress, keep_levels)
+    if is_routed(architecture):
+        model = load_causal_lm(config, path, architecture, device, progress, "eager", keep_levels=keep_levels)
+        route(model, ATTENTION)
+        return model
     try:
         return load_causal_lm(config, path, architecture, device, progress, ATTENTION, keep_levels=keep_levels)
     except ModelLoadError as error:

@@ -208,15 +208,14 @@ class Runner:
         return mixed
 
     def _attend_apart(
-        self, groups: Sequence[Any], index: int, query: Tensor, key: Tensor, value: Tensor, *_: object
+        self, groups: Sequence[Any], index: int, query: Tensor, key: Tensor, value: Tensor, rules: Rules, *_: object
     ) -> Tensor:
-        """Like `_attend`, for separate keys and values, which may differ in size."""
-        index = self._numbers[index]
-        spec = self.specs[index]
+        """Like `_attend`, for separate keys and values, which may differ in size, and for tokens that choose."""
+        spec = self.specs[index := self._numbers[index]]
         query, key, value = (widened(tensor, spec.size) for tensor in (query, key, value))
-        mixed = self._attend(groups, index, query, torch.cat((key, value)))
-        if spec.value_dim == spec.size:
-            return mixed
+        step, pool, both = groups[self._group_of[index]], self._pools[index], torch.cat((key, value))
+        rules = self._rules[index]._replace(choice=rules.choice)
+        mixed: Tensor = self._attention.attend(step, pool, query, both, rules)
         return mixed.view(len(mixed), -1, spec.size)[..., : spec.value_dim].flatten(1)
 
     def _run(

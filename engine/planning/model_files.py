@@ -173,7 +173,9 @@ class ModelFiles(NamedTuple):
         head = given.get("head_dim") or width // heads
         if given.get("kv_lora_rank"):  # latent attention: what is cached is expanded for each head
             pairs = heads
-            head = max(given.get("qk_nope_head_dim", 0) + given.get("qk_rope_head_dim", 0), given.get("v_head_dim", 0))
+            key = given.get("qk_nope_head_dim", 0) + given.get("qk_rope_head_dim", 0)
+            key += -(-given.get("index_head_dim", 0) // heads)  # what tokens are chosen by lies behind all heads' keys
+            head = max(key, given.get("v_head_dim", 0))
         kinds, window = given.get("layer_types") or (), given.get("sliding_window")
         slides = sum(kind == "sliding_attention" for kind in kinds) if window else 0
         attending, _ = kinds_of_layers(given)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from agreement import Answer, count_agreeing, first_difference
+from agreement import Answer, count_agreeing, first_difference, judgement_of
 from rotation import largest_difference, random_basis
 from safetensors.torch import load_file
 
@@ -23,7 +23,7 @@ def run(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]
 
 
 def test_tokens_count_until_the_first_near_tie_and_agree_until_the_first_difference() -> None:
-    answer = Answer((5, 6, 7, 8), (2.0, 0.5, 0.05, 3.0))
+    answer = Answer((5, 6, 7, 8), (2.0, 0.5, 0.05, 3.0), (1, 1, 1, 1))
     assert first_difference(answer.ids, (5, 6, 9, 8)) == 2
     assert count_agreeing(answer, (5, 6, 9, 8), tie=0.1) == (2, 2)  # they part where it does not count
     assert count_agreeing(answer, (5, 6, 9, 8), tie=0.01) == (4, 2)
@@ -33,8 +33,19 @@ def test_tokens_count_until_the_first_near_tie_and_agree_until_the_first_differe
 
 @pytest.mark.parametrize("other", [(5, 6), (5, 6, 7, 8, 9)], ids=["shorter", "longer"])
 def test_an_answer_that_ends_elsewhere_differs_there(other: tuple[int, ...]) -> None:
-    answer = Answer((5, 6, 7, 8), (2.0, 2.0, 2.0, 2.0))
+    answer = Answer((5, 6, 7, 8), (2.0, 2.0, 2.0, 2.0), (1, 1, 1, 1))
     assert first_difference(answer.ids, other) == min(4, len(other))
+
+
+def test_the_noise_is_what_the_distance_of_the_best_two_moves_by() -> None:
+    """Behind the first side's tokens, also where the other's best token is another."""
+    answers = [Answer((5, 6), (1.0, 0.5), (7, 8)), Answer((9,), (0.2,), (3,))]
+    told = [[{5: -0.5, 7: -1.8, 1: -9.0}, {6: -1.0, 8: -1.2, 1: -9.0}], [{3: -1.0, 9: -1.1}]]
+    judged = judgement_of(answers, told)  # the distances move by 0.3, -0.3 and -0.3
+    assert (judged.steps, judged.same, judged.widest) == (3, 2, 0.2)
+    assert judged.noise == pytest.approx(0.2828, abs=1e-4)
+    unknown = judgement_of([Answer((5, 5), (1.0, 1.0), (7, 7))], [[{5: -0.5, 1: -4.5}, {5: -0.5, 7: -1.5}]])
+    assert unknown.noise == pytest.approx(1.5), "a token that is not told is no likelier than those that are"
 
 
 def test_a_rotated_model_answers_the_same_from_other_weights(tmp_path: Path) -> None:

@@ -132,6 +132,12 @@ CASES = [
     Case("olmo2", "olmo2", {}, {}),
     Case("smollm3", "smollm3", {"num_hidden_layers": 4}, {}),
     Case("starcoder2", "starcoder2", {"use_bias": True}, {"attention.layer_norm_epsilon": 1e-5}),
+    Case(
+        "stablelm",
+        "stablelm",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+        {"attention.layer_norm_epsilon": 1e-5, "rope.dimension_count": 4},
+    ),
 ]
 
 

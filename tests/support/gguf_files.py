@@ -14,7 +14,7 @@ import numpy.typing as npt
 from safetensors.numpy import load_file
 
 Array = npt.NDArray[Any]
-WITH_PERMUTED_ROWS = ("llama", "granite", "smollm3")
+WITH_PERMUTED_ROWS = ("llama", "granite", "mistral3", "smollm3")
 WITH_NORMS_FROM_ONE = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
 _SCALES_AT = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 _EXPERT = re.compile(r"(.*experts)\.\d+\.(.*)")
@@ -243,7 +243,8 @@ def _whole_experts(weights: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def _name(names: Any, name: str) -> str:
-    name = name.replace("dt_bias", "dt_proj.bias").replace(".language_model.", ".")
+    name = name.replace("dt_bias", "dt_proj.bias").replace("correction_bias", "correction.bias")
+    name = name.replace(".language_model.", ".")
     found = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return str(found)

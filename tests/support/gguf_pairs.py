@@ -28,7 +28,8 @@ _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 class Kind(NamedTuple):
     """`architecture` is that of the text; `keys` are those of the projector without the common ones, `tensors` makes
-    those of one weight."""
+    those of one weight. Of so many first rows `apart` in each head of queries and keys, those in even places go first.
+    """
 
     architecture: str
     projector: str
@@ -36,6 +37,7 @@ class Kind(NamedTuple):
     tensors: Callable[[str, Array, Config], Named]
     text_keys: Mapping[str, Any] = {}
     text_tensors: Mapping[str, Array] = {}
+    apart: int = 0
 
 
 def write_pair(
@@ -56,7 +58,7 @@ def write_pair(
     kind, config = KINDS[family], json.loads((directory / "config.json").read_text())
     weights = load_file(directory / "model.safetensors")
     text = to / "text"
-    _write_text(directory, text, config, weights)
+    _write_text(directory, text, config, weights, kind.apart)
     write_gguf(text, to / "model.gguf", kind.architecture, text_kind, kind.text_keys, extra=kind.text_tensors)
     shutil.rmtree(text)
     tensors: dict[str, Array] = {}
@@ -78,7 +80,7 @@ def write_pair(
     return to / "model.gguf"
 
 
-def _write_text(directory: Path, to: Path, config: Config, weights: Mapping[str, Array]) -> None:
+def _write_text(directory: Path, to: Path, config: Config, weights: Mapping[str, Array], apart: int) -> None:
     """The language model as a directory of its own."""
     to.mkdir()
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -86,6 +88,11 @@ def _write_text(directory: Path, to: Path, config: Config, weights: Mapping[str,
     (to / "config.json").write_text(json.dumps(config["text_config"]))
     found = {f"model.{match[1]}{match[2]}": weights[name] for name in weights if (match := _TEXT.fullmatch(name))}
     found |= {name.removeprefix("language_model."): weights[name] for name in _HEADS if name in weights}
+    for name in [name for name in found if apart and re.search(r"\.[qk]_proj\.", name)]:
+        heads = config["text_config"]["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+        each = found[name].reshape(heads, -1, *found[name].shape[1:])
+        rows = np.concatenate((each[:, :apart:2], each[:, 1:apart:2], each[:, apart:]), axis=1)
+        found[name] = np.ascontiguousarray(rows.reshape(found[name].shape))
     for name in [name for name in found if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
         found.update(_apart(name, found.pop(name)))
     save_file(found, to / "model.safetensors")
@@ -109,8 +116,8 @@ def _keys(kind: Kind, directory: Path, config: Config) -> dict[str, Any]:
     from transformers import AutoImageProcessor
 
     library: Any = AutoImageProcessor
-    if kind.projector == "lfm2":  # whose processor wants torchvision
-        colours = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    if kind.projector in _COLOURS:
+        colours = dict(zip(("image_mean", "image_std"), ([one] * 3 for one in _COLOURS[kind.projector]), strict=True))
     else:
         whole = library.from_pretrained(directory, backend="pil")
         colours = {name: [*map(float, getattr(whole, name))] for name in ("image_mean", "image_std")}
@@ -118,7 +125,7 @@ def _keys(kind: Kind, directory: Path, config: Config) -> dict[str, Any]:
         "projection_dim": config["text_config"]["hidden_size"],
         "image_size": tower.get("image_size", 560),
         "patch_size": tower["patch_size"],
-        "embedding_length": tower["hidden_size"],
+        "embedding_length": tower.get("hidden_size"),
         "feed_forward_length": tower.get("intermediate_size"),
         "block_count": tower.get("num_hidden_layers"),
         "attention.head_count": tower.get("num_attention_heads"),
@@ -132,6 +139,7 @@ def _keys(kind: Kind, directory: Path, config: Config) -> dict[str, Any]:
     return general | {f"clip.vision.{name}": value for name, value in common.items()} | own
 
 
+_COLOURS = {"lfm2": (0.5, 0.5), "gemma4uv": (0.0, 1.0)}  # of those whose processors want torchvision
 _NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
 
 
@@ -244,6 +252,40 @@ def _qwen3_tensors(name: str, values: Array, config: Config) -> Named:
         yield from _qwen_tensors(name, values, config)
 
 
+def _glm(config: Config, processor: Config) -> dict[str, Any]:
+    tower = config["vision_config"]
+    return {
+        "clip.use_silu": True,
+        "clip.vision.block_count": tower["depth"],
+        "clip.vision.attention.head_count": tower["num_heads"],
+    }
+
+
+_GLM = (  # of what lies behind the tower, and around it
+    *(
+        ("downsample", "mm.patch_merger"),
+        ("merger.proj", "mm.model.fc"),
+        ("merger.post_projection_norm", "mm.post_norm"),
+    ),
+    *((f"merger.{part}_proj", f"mm.{part}") for part in ("gate", "up", "down")),
+    *(("post_conv_layernorm", "v.norm_embd"), ("embeddings.position_embedding", "v.position_embd")),
+    *(("post_layernorm", "v.post_ln"), ("patch_embed.proj.bias", "v.patch_embd.bias"), ("blocks.", "v.blk.")),
+    *(("norm1", "ln1"), ("norm2", "ln2"), ("attn.qkv", "attn_qkv"), ("attn.proj", "attn_out")),
+    *((f"attn.{part}_norm", f"attn_{part}_norm") for part in "qk"),
+    *((f"mlp.{part}_proj", f"ffn_{part}") for part in ("gate", "up", "down")),
+)
+
+
+def _glm_tensors(name: str, values: Array, config: Config) -> Named:
+    if "patch_embed.proj.weight" in name:
+        yield from _qwen_tensors(name, values, config)
+        return
+    name = name.removeprefix("model.visual.")
+    for theirs, own in _GLM:
+        name = name.replace(theirs, own)
+    yield name, values
+
+
 def _internvl(config: Config, processor: Config) -> dict[str, Any]:
     tower = config["vision_config"]
     return {
@@ -307,6 +349,50 @@ def _lfm2_tensors(name: str, values: Array, config: Config) -> Named:
     yield from _named(name.removeprefix("model."), values, config)
 
 
+def _minicpm(config: Config, processor: Config) -> dict[str, Any]:
+    return {
+        "clip.use_gelu": True,
+        "clip.vision.image_size": processor["scale_resolution"],
+        "clip.vision.projector.scale_factor": 4,
+        "clip.vision.wa_layer_indexes": [config["insert_layer_id"]],
+        "clip.vision.attention.layer_norm_epsilon": 1e-6,
+    }
+
+
+_MINICPM = (
+    *(("model.vision_tower.", "v."), ("model.merger.mlp.0.", "mm."), ("embeddings.", ""), ("encoder.layers", "blk")),
+    *(("mm.pre_norm", "mm.input_norm"), ("mm.linear_1", "mm.up"), ("mm.linear_2", "mm.down")),
+    *(("pre_norm", "ds_ln"), ("linear_1", "ds_ffn_up"), ("linear_2", "ds_ffn_down")),
+    *(("self_attn.out_proj", "attn_out"), ("self_attn.", "attn_"), ("_proj", ""), ("layer_norm", "ln")),
+    *(("mlp.fc1", "ffn_up"), ("mlp.fc2", "ffn_down"), ("post_layernorm", "post_ln"), ("_embedding", "_embd")),
+)
+
+
+def _minicpm_tensors(name: str, values: Array, config: Config) -> Named:
+    for theirs, own in _MINICPM:
+        name = name.replace(theirs, own)
+    yield name, values
+
+
+def _paddle(config: Config, processor: Config) -> dict[str, Any]:
+    return {
+        "clip.use_gelu": True,
+        "clip.vision.image_size": 112,
+        "clip.vision.image_min_pixels": processor["size"]["shortest_edge"],
+        "clip.vision.image_max_pixels": processor["size"]["longest_edge"],
+        "clip.vision.attention.layer_norm_epsilon": 1e-6,
+    }
+
+
+_PADDLE = (("visual.vision_model.", "model.vision_tower."), *((f"mlp_AR.linear_{one}", f"mm.{one}") for one in (1, 2)))
+
+
+def _paddle_tensors(name: str, values: Array, config: Config) -> Named:
+    for theirs, own in (*_PADDLE, ("mlp_AR.pre_norm", "mm.input_norm")):
+        name = name.replace(theirs, own)
+    yield from _minicpm_tensors(name, values, config)
+
+
 def _gemma3(config: Config, processor: Config) -> dict[str, Any]:
     tower = config["vision_config"]
     scale = int(tower["image_size"] // tower["patch_size"] // config["mm_tokens_per_image"] ** 0.5)
@@ -347,6 +433,38 @@ def _gemma4_tensors(name: str, values: Array, config: Config) -> Named:
     yield found, values.reshape(values.shape or (1,))
 
 
+_UNIFIED = (
+    *(("vision_embedder.patch_dense", "v.patch_embd"), ("vision_embedder.pos_embedding", "v.position_embd.weight")),
+    *(("vision_embedder.patch_ln", "v.patch_norm."), ("vision_embedder.pos_norm", "v.patch_norm.3")),
+    ("embed_vision.embedding_projection", "mm.input_projection"),
+)
+
+
+def _unified(config: Config, processor: Config) -> dict[str, Any]:
+    """As of a model that also hears, as the published one."""
+    return {
+        "clip.has_audio_encoder": True,
+        "clip.audio.projector_type": "gemma4ua",
+        "clip.vision.image_size": 224,
+        "clip.vision.embedding_length": config["vision_config"]["mm_embed_dim"],
+        **{f"clip.vision.{name}": 0 for name in ("feed_forward_length", "block_count", "attention.head_count")},
+        "clip.vision.attention.layer_norm_epsilon": 1e-6,
+    }
+
+
+def _unified_tensors(name: str, values: Array, config: Config) -> Named:
+    """Colours apart, as `Gemma4UnifiedVisionAudioModel` of the converter has them."""
+    tower = config["vision_config"]
+    side = tower["patch_size"] * tower["pooling_kernel_size"]
+    if name.endswith(("patch_dense.weight", "patch_ln1.weight", "patch_ln1.bias")):
+        values = values.reshape(-1, side, side, 3).transpose(0, 3, 1, 2).reshape(values.shape)
+    if name.endswith("pos_embedding"):
+        values = values.swapaxes(0, 1)
+    for theirs, own in _UNIFIED:
+        name = name.replace(f"model.{theirs}", own)
+    yield name, np.ascontiguousarray(values)
+
+
 def _gemma4_keys(**more: Any) -> dict[str, Any]:
     return {
         "attention.key_length": 32,
@@ -364,7 +482,17 @@ def _gemma4_keys(**more: Any) -> dict[str, Any]:
 
 
 _SECTIONS = {"rope.dimension_sections": [2, 3, 3, 0]}
+_GLM_SECTIONS = {"rope.dimension_sections": [1, 1, 2, 0], "rope.dimension_count": 8}
+_YARN = {
+    **{"rope.scaling.type": "yarn", "rope.scaling.factor": 16.0, "rope.scaling.original_context_length": 16},
+    **{"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0, "rope.dimension_count": 16},
+    **{"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.3},
+}
 _EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64}
+_GLM_EXPERTS = _EXPERTS | {
+    **{"leading_dense_block_count": 1, "expert_shared_count": 1, "expert_group_count": 1, "expert_group_used_count": 1},
+    **{"expert_weights_norm": True, "expert_weights_scale": 1.0, "expert_gating_func": 2},
+}
 _DELTA_NETS = {
     **{"ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 96},
     **{"full_attention_interval": 2, "rope.dimension_count": 16, "rope.dimension_sections": [3, 3, 2, 0]},
@@ -379,7 +507,11 @@ KINDS = {
     "qwen3_vl_moe": Kind("qwen3vlmoe", "qwen3vl_merger", _qwen3, _qwen3_tensors, _SECTIONS | _EXPERTS),
     "qwen3_5": Kind("qwen35", "qwen3vl_merger", _qwen3, _qwen3_tensors, _DELTA_NETS),
     "qwen3_5_moe": Kind("qwen35moe", "qwen3vl_merger", _qwen3, _qwen3_tensors, _DELTA_NETS | _EXPERTS),
+    "glm4v": Kind("glm4", "glm4v", _glm, _glm_tensors, _GLM_SECTIONS, apart=8),
+    "glm4v_moe": Kind("glm4moe", "glm4v", _glm, _glm_tensors, _GLM_SECTIONS | _GLM_EXPERTS),
+    "glm_ocr": Kind("glm4", "glm4v", _glm, _glm_tensors, _SECTIONS, apart=16),
     "internvl": Kind("qwen2", "internvl", _internvl, _internvl_tensors),
+    "internvl_moe": Kind("qwen3moe", "internvl", _internvl, _internvl_tensors, _EXPERTS),
     "lfm2_vl": Kind(
         "lfm2",
         "lfm2",
@@ -387,7 +519,10 @@ KINDS = {
         _lfm2_tensors,
         {"attention.layer_norm_rms_epsilon": 1e-5, "shortconv.l_cache": 3},
     ),
+    "minicpmv4_6": Kind("qwen35", "minicpmv4_6", _minicpm, _minicpm_tensors, _DELTA_NETS),
+    "paddleocr_vl": Kind("paddleocr", "paddleocr", _paddle, _paddle_tensors, _SECTIONS),
     "mistral3": Kind("llama", "pixtral", _mistral3, _mistral3_tensors),
+    "ministral3": Kind("mistral3", "pixtral", _mistral3, _mistral3_tensors, _YARN),
     "lighton_ocr": Kind("qwen3", "lightonocr", _mistral3, _lighton_tensors),
     "gemma3": Kind(
         "gemma3",
@@ -401,6 +536,14 @@ KINDS = {
         "gemma4v",
         _gemma4,
         _gemma4_tensors,
+        _gemma4_keys(**{"attention.head_count_kv": [2, 1, 2, 1]}),
+        _FACTORS,
+    ),
+    "gemma4_unified": Kind(
+        "gemma4",
+        "gemma4uv",
+        _unified,
+        _unified_tensors,
         _gemma4_keys(**{"attention.head_count_kv": [2, 1, 2, 1]}),
         _FACTORS,
     ),

@@ -736,7 +736,7 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 56 * 56, "max_pixels": 112 * 112},
     ),
     "paddleocr_vl": (
-        ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
+        ["<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>", "<|video_pad|>"],
         {
             "text_config": _TEXT | {"head_dim": 16, "rope_parameters": _MROPE},
             "vision_config": _SIGLIP | {"patch_size": 14, "image_size": 56, "spatial_merge_size": 2},
@@ -880,7 +880,42 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
-KINDS = {"paligemma2": "paligemma", "gemma4_e": "gemma4", "granite_vision": "llava_next"}
+# The same of those in GGUF whose text differs from that of their families.
+OTHER_TEXTS: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
+    "internvl_moe": (
+        FAMILIES["internvl"][0],
+        FAMILIES["internvl"][1]
+        | {
+            "text_config": _TEXT
+            | {"model_type": "qwen3_moe", "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2}
+            | {"moe_intermediate_size": 64, "norm_topk_prob": True},
+        },
+        FAMILIES["internvl"][2],
+    ),
+    "ministral3": (  # a Mistral 3, whose attention grows sharper with the text
+        ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
+        {
+            "text_config": _TEXT
+            | {"model_type": "ministral3", "head_dim": 16}
+            | {
+                "rope_parameters": {
+                    **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 16},
+                    **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+                    "llama_4_scaling_beta": 0.3,
+                },
+            },
+            "vision_config": _PIXTRAL,
+            "spatial_merge_size": 2,
+            "tie_word_embeddings": False,
+        },
+        {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 112}, "patch_size": 14},
+    ),
+}
+
+KINDS = {
+    **{"paligemma2": "paligemma", "gemma4_e": "gemma4", "granite_vision": "llava_next"},
+    **{"ministral3": "mistral3", "internvl_moe": "internvl"},
+}
 """The model_type of families that are named otherwise here."""
 
 _TEMPLATE = (
@@ -898,7 +933,7 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
     import transformers
 
     library: Any = transformers
-    marks, settings, processor = FAMILIES[family]
+    marks, settings, processor = (FAMILIES | OTHER_TEXTS)[family]
     tokenizer: Any = make_tokenizer(512)
     tokenizer.add_special_tokens({"additional_special_tokens": marks}, replace_extra_special_tokens=False)
     written = f"<|vision_start|>{marks[0]}<|vision_end|>" if "<|vision_start|>" in marks else marks[family == "gemma3"]
@@ -948,6 +983,7 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
         "granite_vision",
         "vipllava",
         "aya_vision",
+        "ministral3",
         "mistral3",
         "got_ocr2",
         "llama4",

@@ -54,7 +54,7 @@ def _joined(images: Sequence[PromptImage], processor: VisionProcessor, family: s
     each = [processor.inputs(image) for image in images]
     for one in each:
         one.pop(ORDER, None)  # transformers' model finds marks by their ids
-    if family in ("mistral3", "lighton_ocr"):
+    if family in ("ministral3", "mistral3", "lighton_ocr"):
         height, width = (max(one["pixel_values"].shape[axis] for one in each) for axis in (2, 3))
         for one in each:
             pixels = one["pixel_values"]

@@ -69,20 +69,23 @@ class Groups(NamedTuple):
 
 
 class GgufWeight(NamedTuple):
-    """Where a weight comes from. `heads`: the rows of each are interleaved in the file; `offset` is to be added.
+    """Where a weight comes from. `heads`: the rows of each are interleaved in the file, or, of its first `apart`, those
+    in even places of the model lie before the others. `offset` is to be added.
 
     `expert` is an index into the tensor's first dimension, and `shape` what the model has. `more` are the tensors of
     further rows or, if `is_split_in_time`, of further frames: a new third dimension. `sees`: it is no language model's.
     With `is_decay` the file has -exp of the numbers. A weight of all experts of a layer is `is_transposed`, outputs
     last; `in_turns`: its outputs are those of both tensors, one of each. `groups` is the order of the rows of all.
     `is_latent`: of two tensors by head, the first has a head's rows transposed. `is_by_colour`: of a patch all pixels
-    of a colour lie together, and in the model all colours of a pixel.
+    of a colour lie together, and in the model all colours of a pixel. `is_by_axis`: its first dimension is the model's
+    second.
     """
 
     tensor: GgufTensor
     shape: tuple[int, ...]
     heads: int | None = None
     offset: int = 0
+    apart: int = 0
     expert: int | None = None
     more: tuple[GgufTensor, ...] = ()
     is_split_in_time: bool = False
@@ -94,6 +97,7 @@ class GgufWeight(NamedTuple):
     groups: Groups | None = None
     is_latent: bool = False
     is_by_colour: bool = False
+    is_by_axis: bool = False
 
     @property
     def types(self) -> set[str]:

@@ -106,15 +106,16 @@ def _weights(tensor: GgufTensor, architecture: Architecture, keys: Keys) -> Iter
             yield whole.format(index), GgufWeight(tensor, tensor.shape[1:], expert=index)
         return
     shape = (1, *tensor.shape) if stem == "ffn_gate_inp_shexp" and len(tensor.shape) == 1 else tensor.shape
-    heads = None
-    if architecture.interleaved and stem in ("attn_q", "attn_k"):
+    heads, apart = None, 0
+    if (architecture.interleaved or architecture.apart) and stem in ("attn_q", "attn_k"):
         heads = keys.need(HEADS) if stem == "attn_q" else keys.kv_heads
         if shape[0] % (2 * heads):
             raise ModelLoadError(
                 f"{keys.gguf.path}: {tensor.name} has {shape[0]} rows for {heads} heads; convert it again"
             )
+        apart = keys.find("rope.dimension_count", keys.head_dim) if architecture.apart else 0
     is_norm = stem.endswith("norm") and stem != "ssm_norm" and suffix == ".weight"
-    yield whole, GgufWeight(tensor, shape, heads, -architecture.norm_offset if is_norm else 0)
+    yield whole, GgufWeight(tensor, shape, heads, -architecture.norm_offset if is_norm else 0, apart)
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -14,8 +14,8 @@ from ....schemas.sources import NO_PROJECTOR, gguf_model, is_projector, join_pai
 from . import models
 from .file import Gguf, GgufTensor, GgufWeight, read_gguf
 from .keys import Keys
-from .projectors import PROJECTORS, projector_of, projector_type
-from .vision import Names, Projector, Vision
+from .projectors.table import PROJECTORS, projector_of, projector_type
+from .projectors.vision import Names, Projector, Vision
 
 _TOKENS = "tokenizer.ggml.tokens"
 _LAYER = "v.blk."
@@ -26,6 +26,9 @@ _IN_THREE_DIMENSIONS: dict[str, dict[str, Any]] = {
     "qwen3vlmoe": _IN_TURNS,
     "qwen35": {},
     "qwen35moe": {},
+    "paddleocr": {},
+    "glm4": {},
+    "glm4moe": {},
 }
 """How positions rotate, of language models that have them in three dimensions, besides what their families say."""
 
@@ -46,7 +49,7 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
         return text
     kind, vision, tokens = _check(gguf, gguf.projector, text)
     architecture = gguf.metadata["general.architecture"]
-    text |= {"model_type": kind.texts[architecture]}
+    text["model_type"] = kind.texts[architecture] or text["model_type"]
     if architecture in _IN_THREE_DIMENSIONS:
         if (sections := Keys(gguf).sections) is None:
             raise ModelLoadError(f"{gguf.path} has no {architecture}.rope.dimension_sections; convert the model again")
@@ -178,7 +181,7 @@ def _vision_weights(projector: Gguf, kind: Projector) -> dict[str, GgufWeight]:
     """The weights of the vision part. Raises `ModelLoadError` for tensors that are missing or unknown."""
     vision, tensors = Vision(projector), projector.tensors
     layer = kind.layer
-    if vision.size(f"{_LAYER}0.ffn_up.weight", 1) != vision.width:
+    if kind.layers and vision.size(f"{_LAYER}0.ffn_up.weight", 1) != vision.width:
         layer = {_swapped(name): own for name, own in layer.items()}  # older converters mixed them up
     names: dict[str, str] = {}
     parts: dict[str, list[GgufTensor]] = {}
@@ -194,7 +197,7 @@ def _vision_weights(projector: Gguf, kind: Projector) -> dict[str, GgufWeight]:
                 )
 
     place({**kind.names, **kind.names_of(vision)}, "", "")
-    for number in range(vision.need("block_count")):
+    for number in range(vision.need("block_count") if kind.layers else 0):
         place(layer, f"{_LAYER}{number}.", f"{kind.layers}.{number}.")
     left = tensors.keys() - names.keys() - kind.ignored
     if unknown := sorted(name for name in left if not name.startswith(kind.ignored_parts)):
@@ -203,7 +206,7 @@ def _vision_weights(projector: Gguf, kind: Projector) -> dict[str, GgufWeight]:
             f"{projector_type(projector)}; use the model's safetensors files instead"
         )
     parts |= {own: [tensors[name]] for own, name in kind.unused.items()}
-    heads = vision.need("attention.head_count")
+    heads = vision.need("attention.head_count") if kind.layers else 1
     return {own: _joined(found, kind, heads)._replace(sees=True) for own, found in parts.items()}
 
 
@@ -225,7 +228,9 @@ def _joined(parts: list[GgufTensor], kind: Projector, heads: int) -> GgufWeight:
     if own in kind.permuted:
         return GgufWeight(first, shape, heads)
     if name in kind.by_pixels:
-        return GgufWeight(first, (shape[0], prod(shape[1:])), is_by_colour=True)
+        return GgufWeight(first, (shape[0], prod(shape[1:])) if len(shape) > 1 else shape, is_by_colour=True)
+    if name in kind.by_axis:
+        return GgufWeight(first, (shape[1], shape[0], *shape[2:]), is_by_axis=True)
     while (count := kind.dimensions.get(own)) is not None and len(shape) != count:
         shape = shape[1:] if len(shape) > count else (1, *shape)
     return GgufWeight(first, shape, offset=kind.offsets.get(name, 0))

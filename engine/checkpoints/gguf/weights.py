@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from math import isqrt
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from .types import BLOCKS
 
 _CHUNK = 1 << 18  # weights that are expanded at a time, so that what is between stays in the cache
 _LEVELS_CHUNK = 1 << 21  # the same of levels alone
+_COLOURS = 3
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -150,7 +152,7 @@ def _data(weight: GgufWeight) -> Tensor:
         data = data.view(tensor.shape[0], -1)[weight.expert]
     rows = data.view(*weight.shape[:1], -1)
     if weight.heads is not None:
-        return _by_halves(rows, weight.heads)
+        return _paired(rows, weight.heads, weight.apart) if weight.apart else _by_halves(rows, weight.heads)
     return data if weight.tiles is None or weight.tiles.by_columns else _untiled(rows, weight.tiles, 0)
 
 
@@ -175,9 +177,13 @@ def _read(weight: GgufWeight, dtype: torch.dtype) -> Tensor:
         if weight.groups is not None:
             return _in_groups(torch.cat(parts), weight.groups)
         return torch.stack(parts, dim=2) if weight.is_split_in_time else torch.cat(parts)
-    expanded = dequantize(_data(weight), weight.tensor.type, dtype, _factor(weight)).view(weight.shape)
+    expanded = dequantize(_data(weight), weight.tensor.type, dtype, _factor(weight))
+    if weight.is_by_axis:
+        return expanded.view(weight.tensor.shape).transpose(0, 1).contiguous()
+    expanded = expanded.view(weight.shape)
     if weight.is_by_colour:
-        return expanded.view(weight.tensor.shape).permute(0, 2, 3, 1).reshape(weight.shape)
+        side = isqrt(weight.shape[-1] // _COLOURS)
+        return expanded.view(-1, _COLOURS, side, side).permute(0, 2, 3, 1).reshape(weight.shape)
     if weight.tiles is not None and weight.tiles.by_columns:
         expanded = _untiled(expanded, weight.tiles, 1)
     if weight.is_decay:
@@ -200,6 +206,13 @@ def _read_experts(weight: GgufWeight, dtype: torch.dtype) -> Tensor:
 def _by_halves(rows: Tensor, heads: int) -> Tensor:
     """Undo llama.cpp's order of the rows of queries and keys, where those that rotate together are neighbours."""
     return rows.view(heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
+
+
+def _paired(rows: Tensor, heads: int, count: int) -> Tensor:
+    """Of the first `count` rows of each head, the first half and the second in turns."""
+    parts = rows.view(heads, -1, rows.shape[1])
+    turned = parts[:, :count].view(heads, 2, -1, rows.shape[1]).transpose(1, 2).reshape(heads, count, -1)
+    return torch.cat((turned, parts[:, count:]), dim=1).reshape(rows.shape)
 
 
 def _in_groups(rows: Tensor, groups: Groups) -> Tensor:

@@ -121,7 +121,7 @@ def test_an_unsupported_kind_beside_a_model_leaves_it_for_text(write: Write) -> 
     sight = load_sight(str(path), "paged")
     assert sight.processor is None and "a projector of the kind gemma3nv, which is not supported" in sight._blind
     named = fault(f"{path},{path.parent / PROJECTOR}")
-    known = "idefics3, mlp, gemma3, gemma4v, qwen2vl_merger"
+    known = "idefics3, mlp, gemma3, gemma4v, gemma4uv, qwen2vl_merger"
     assert f"of the kind gemma3nv, which is not supported; supported: {known}" in named
 
 
@@ -164,6 +164,17 @@ def test_pictures_are_resized_as_the_file_says(write: Write) -> None:
     for index, (given, number) in enumerate(((None, 2), ("bilinear", 2), ("bicubic", 3))):
         path = write(f"{index}", "lfm2_vl", keys={"clip.vision.image_resize_algo": given})
         assert processor_of(read_gguf(resolve_model(str(path))))["resample"] == number
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"clip.vision.projector.scale_factor": 2}, "shows 2 by 2 patches in a token, which is not supported"),
+        ({"clip.vision.wa_layer_indexes": [0, 1]}, "has no one layer in wa_layer_indexes; convert the model again"),
+    ],
+)
+def test_other_minicpms_are_refused(keys: dict[str, Any], reason: str, write: Write) -> None:
+    assert reason in fault(write(family="minicpmv4_6", keys=keys))
 
 
 def test_a_language_model_without_its_dimensions_is_refused(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,6 @@ def test_tensors_that_do_not_go_together_are_refused(
         ("gemma4", {"attention.head_count_kv": [1, 1, 2, 1]}, "layers of one kind differ in their heads"),
         ("ministral3", {"attention.temperature_length": 64}, "its temperature has a length of its own"),
         ("olmo3", {"attention.head_count_kv": [1, 2, 1, 1]}, "head_count_kv differs between layers"),
-        ("glm4", {"rope.dimension_sections": [4, 2, 2, 0]}, "is the language model of a GLM that sees"),
         ("deepseek_v2", {"expert_weights_norm": True}, "is a Mistral Large 3"),
         ("deepseek_v3", {"attention.temperature_scale": 0.1}, "is a Mistral Large 3"),
         ("lfm2", {"general.architecture": "jamba"}, "has the architecture 'jamba', which is not supported in GGUF"),

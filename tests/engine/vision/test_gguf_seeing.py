@@ -35,7 +35,7 @@ COUNT = 20  # tokens generated
 GREEDY = GenerationParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
 TEXT = "A sentence without any picture, which runs beside the others."
 UNLIKE = {"initializer_range", "dtype", "_name_or_path", "projection_dim", "num_hidden_layers"}  # in both forms
-GEMMAS_4 = ("gemma4", "gemma4_e")
+GEMMAS_4 = ("gemma4", "gemma4_e", "gemma4_unified")
 TOWERS = {  # that of all its models: GGUF does not have it
     "qwen2_5_vl": {"window_size": 112},
     "lfm2_vl": {"patch_size": 16},
@@ -43,6 +43,8 @@ TOWERS = {  # that of all its models: GGUF does not have it
 }
 PIXELS = {"min_pixels": 65_536, "max_pixels": 16_777_216}  # so are these of the families of Qwen 3
 TILES = {"encoder_patch_size": 16, "tile_size": 512, "min_image_tokens": 64, "max_image_tokens": 256, "max_tiles": 10}
+GLMS = ("glm4v", "glm4v_moe", "glm_ocr")
+GLM = {"size": {"shortest_edge": 12_544, "longest_edge": 9_633_792}, "image_processor_type": "Glm46VImageProcessor"}
 SOFT_TOKENS = {"pooling_kernel_size": 3, "max_soft_tokens": 280}  # and these
 
 Tokens = tuple[int, ...]
@@ -78,7 +80,7 @@ def seer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Seer]:
 
     def make(family: str) -> Seer:
         directory = make_vision_model(root / family, family, tower=TOWERS.get(family))
-        known = {**dict.fromkeys(GEMMAS_4, SOFT_TOKENS), "lfm2_vl": TILES}
+        known = {**dict.fromkeys(GEMMAS_4, SOFT_TOKENS), "lfm2_vl": TILES, **dict.fromkeys(GLMS, GLM)}
         if pixels := PIXELS if family.startswith("qwen3") else known.get(family, {}):
             file = directory / "preprocessor_config.json"
             file.write_text(json.dumps(json.loads(file.read_text()) | pixels))
@@ -114,7 +116,7 @@ def test_a_pair_of_files_sees_what_transformers_sees(family: str, seer: Callable
         again = [engine.generate(prompt, GREEDY) for prompt in found.prompts]
         assert [output.token_ids for output in again] == found.wanted
         assert all(output.stats.cached_tokens > 0 for output in again)
-        assert engine.model_info().slow_paths == (), "decoding is compiled, as for text"
+        assert bool(engine.model_info().slow_paths) == (family == "glm4v_moe"), "decoding is compiled, as for text"
     backend = PagedBackend(config(found.gguf, prefill_chunk_size=16, max_batch_size=3))
     assert run(backend, found.requests) == found.wanted
     backend.close()
@@ -178,10 +180,13 @@ def test_levels_are_kept_of_the_language_model_alone(
         assert len({*answers}) == 4
 
 
-@pytest.mark.parametrize(("behind", "backend"), [(",none", "paged"), ("", "hf")])
-def test_the_language_model_runs_alone(behind: str, backend: str, seer: Callable[[str], Seer]) -> None:
+@pytest.mark.parametrize(
+    ("family", "behind", "backend"),
+    [("smolvlm", ",none", "paged"), ("smolvlm", "", "hf"), ("glm4v", ",none", "paged"), ("paddleocr_vl", "", "hf")],
+)
+def test_the_language_model_runs_alone(family: str, behind: str, backend: str, seer: Callable[[str], Seer]) -> None:
     """Where that is asked for, and with a backend that sees nothing."""
-    found = seer("smolvlm")
+    found = seer(family)
     with InferenceEngine(config(f"{found.gguf}{behind}", backend=backend)) as engine:
         assert not engine.model_info().sees
         assert engine.generate(TEXT, GREEDY).token_ids == found.wanted[2]

@@ -47,7 +47,8 @@ class Architecture:
     """`names` are those that differ, `forms` say it of tensors that are laid out in another way than transformers' are.
 
     In a name `{}` is an index into the tensor's first dimension, such as an expert's number; a name that ends in a dot
-    gets no suffix. `interleaved`: converters permute the rows of queries and keys.
+    gets no suffix. `interleaved`: converters permute the rows of queries and keys; `apart`: in the other direction, and
+    those alone that rotate.
     """
 
     model_type: str
@@ -55,6 +56,7 @@ class Architecture:
     names: Mapping[str, str] = field(default_factory=dict)
     forms: Mapping[str, Form] = field(default_factory=dict)
     interleaved: bool = False
+    apart: bool = False
     norm_offset: int = 0  # what converters add to the weights of norms
     epsilon: str = "rms_norm_eps"
     has_factors: bool = True  # whether the factors of rotations are to be applied, if there are any

@@ -6,6 +6,7 @@ Source: llama.cpp's converters (its folder `conversion`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from .....schemas.errors import ModelLoadError
@@ -33,6 +34,10 @@ def _mlp_bias(keys: Keys) -> dict[str, Any]:
     return {"mlp_bias": keys.has("ffn_up.bias")}
 
 
+def _bias(keys: Keys) -> dict[str, Any]:
+    return {"use_bias": keys.has("attn_q.bias")}
+
+
 def _partial(keys: Keys) -> dict[str, Any]:
     return {"rope_parameters": partial_rope(keys)}
 
@@ -54,13 +59,8 @@ def _with_temperature(keys: Keys) -> dict[str, Any]:
 
 
 def _glm4(keys: Keys) -> Architecture:
-    """Raises `ModelLoadError` for GLM-4.1V and 4.6V, whose converter has another order of queries and keys."""
-    if keys.sections:
-        raise ModelLoadError(
-            f"{keys.gguf.path} is the language model of a GLM that sees, which is not supported in GGUF; use its "
-            "safetensors files"
-        )
-    return _GLM
+    """GLM-4.1V's, 4.6V's and GLM-OCR's converter has another order of queries and keys."""
+    return _GLM_SEEING if keys.sections else _GLM
 
 
 def _olmo(keys: Keys) -> Architecture:
@@ -109,6 +109,7 @@ def _activations(keys: Keys) -> dict[str, Any]:
 _MISTRAL3 = Architecture("llama", "LlamaForCausalLM", interleaved=True)
 _MINISTRAL = Architecture("ministral3", "Ministral3ForCausalLM", interleaved=True, extra=_with_temperature)
 _GLM = Architecture("glm4", "Glm4ForCausalLM", _GLM4, extra=_partial)
+_GLM_SEEING = replace(_GLM, apart=True)
 _OLMO2 = Architecture("olmo2", "Olmo2ForCausalLM", AROUND)
 _OLMO3 = Architecture("olmo3", "Olmo3ForCausalLM", AROUND, extra=_olmo3)
 DENSE: dict[str, Architecture | Callable[[Keys], Architecture]] = {
@@ -144,9 +145,8 @@ DENSE: dict[str, Architecture | Callable[[Keys], Architecture]] = {
         extra=lambda keys: {"attention_out_bias": keys.has("attn_output.bias")} | _mlp_bias(keys),
     ),
     "hunyuan-dense": Architecture("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", _HUNYUAN),
-    "ernie4_5": Architecture(
-        "ernie4_5", "Ernie4_5ForCausalLM", extra=lambda keys: {"use_bias": keys.has("attn_q.bias")}
-    ),
+    "paddleocr": Architecture("llama", "LlamaForCausalLM", extra=_bias),  # text has the same position in all three
+    "ernie4_5": Architecture("ernie4_5", "Ernie4_5ForCausalLM", extra=_bias),
     "apertus": Architecture("apertus", "ApertusForCausalLM", _APERTUS, constants=_activations),
     "arcee": Architecture("arcee", "ArceeForCausalLM", interleaved=True, extra=_mlp_bias),
     "stablelm": Architecture("stablelm", "StableLmForCausalLM", _STABLELM, epsilon="layer_norm_eps", extra=_stablelm),

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....schemas.errors import ModelLoadError
-from .file import Gguf
-from .gemma_projectors import GEMMA4
-from .lfm_projectors import LFM2
-from .qwen_projectors import QWEN
+from .....schemas.errors import ModelLoadError
+from ..file import Gguf
+from .gemma import GEMMA4, GEMMA4_UNIFIED
+from .glm import GLM4V, GLM_OCR
+from .lfm import LFM2
+from .minicpm import MINICPM
+from .paddle import PADDLE
+from .qwen import QWEN
 from .vision import Projector, Vision, both
 
 
@@ -22,6 +25,8 @@ def projector_of(gguf: Gguf) -> Projector | None:
     kind = projector_type(gguf)
     if kind == "pixtral" and "mm.patch_merger.weight" not in gguf.tensors:
         return _PIXTRAL
+    if kind == "glm4v" and "v.position_embd.weight" not in gguf.tensors:
+        return GLM_OCR
     return PROJECTORS.get(kind)
 
 
@@ -150,7 +155,7 @@ _JOINT = "model.multi_modal_projector"
 _PIXTRAL = Projector(
     "llava",
     "LlavaForConditionalGeneration",
-    {"llama": "llama", "mistral3": "llama"},
+    {"llama": "llama", "mistral3": ""},  # a Mistral's or Ministral's
     "model.language_model",
     "[IMG]",
     {
@@ -258,12 +263,16 @@ PROJECTORS: dict[str, Projector] = {
         tokens={"boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"},
     ),
     "gemma4v": GEMMA4,
+    "gemma4uv": GEMMA4_UNIFIED,
     **QWEN,
     "lfm2": LFM2,
+    "paddleocr": PADDLE,
+    "minicpmv4_6": MINICPM,
+    "glm4v": GLM4V,
     "internvl": Projector(
         "internvl",
         "InternVLForConditionalGeneration",
-        {"qwen2": "qwen2", "qwen3": "qwen3", "llama": "llama"},
+        {"qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "llama": "llama"},
         "model.language_model",
         "<IMG_CONTEXT>",
         {

@@ -1,10 +1,10 @@
-"""The kind of projector of LFM2-VL; see `projectors.py`."""
+"""The kind of projector of LFM2-VL; see `table.py`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ....schemas.errors import ModelLoadError
+from .....schemas.errors import ModelLoadError
 from .vision import Projector, Vision, both
 
 _TOWER = "model.vision_tower"

@@ -1,4 +1,4 @@
-"""The projector of Gemma 4. Needs no torch.
+"""The projectors of Gemma 4, with a tower and without one, as 12B. Needs no torch.
 
 What it has of sounds is not read.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .vision import Projector, Vision
+from .vision import Projector, Vision, both
 
 _TOWER = "model.vision_tower"
 _PRODUCTS = {
@@ -80,4 +80,50 @@ GEMMA4 = Projector(
     dimensions=dict.fromkeys(_CLIPPED, 0),
     by_pixels=frozenset({"v.patch_embd.weight"}),
     tokens={"boi_token_id": "<|image>", "eoi_token_id": "<image|>"},
+)
+
+
+def _unified(vision: Vision) -> dict[str, Any]:
+    own = {
+        "model_type": "gemma4_unified_vision",
+        "mm_embed_dim": vision.width,
+        "mm_posemb_size": vision.size("v.position_embd.weight", 1),
+        "output_proj_dims": vision.size("mm.input_projection.weight", 1),
+        "rms_norm_eps": vision.numbers("attention.layer_norm_epsilon", 1)[0],
+    }
+    return {"vision_config": own | _patches(vision), "audio_config": None}
+
+
+def _unified_processor(vision: Vision) -> dict[str, Any]:
+    return {"image_processor_type": "Gemma4UnifiedImageProcessor"} | _patches(vision)
+
+
+_EMBEDDER = "model.embed_vision"
+GEMMA4_UNIFIED = Projector(
+    "gemma4_unified",
+    "Gemma4UnifiedForConditionalGeneration",
+    {"gemma4": "gemma4_unified_text"},
+    "model.language_model",
+    "<|image|>",
+    {
+        "v.position_embd.weight": f"{_EMBEDDER}.pos_embedding",
+        "mm.input_projection.weight": f"{_EMBEDDER}.multimodal_embedder.embedding_projection.weight",
+        **both(
+            {
+                "v.patch_embd": f"{_EMBEDDER}.patch_dense",
+                "v.patch_norm.1": f"{_EMBEDDER}.patch_ln1",
+                "v.patch_norm.2": f"{_EMBEDDER}.patch_ln2",
+                "v.patch_norm.3": f"{_EMBEDDER}.pos_norm",
+            }
+        ),
+    },
+    "",
+    {},
+    "mm.input_projection.weight",
+    _unified,
+    _unified_processor,
+    ignored_parts=GEMMA4.ignored_parts,
+    by_pixels=frozenset({"v.patch_embd.weight", "v.patch_norm.1.weight", "v.patch_norm.1.bias"}),
+    by_axis=frozenset({"v.position_embd.weight"}),
+    tokens=GEMMA4.tokens,
 )

@@ -8,8 +8,8 @@ from math import isqrt
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ....schemas.errors import ModelLoadError
-from .file import Gguf
+from .....schemas.errors import ModelLoadError
+from ..file import Gguf
 
 Names = Mapping[str, str]
 Settings = Callable[["Vision"], dict[str, Any]]
@@ -81,18 +81,19 @@ class Vision:
 
 class Projector(NamedTuple):
     """One kind. `texts` are the architectures of language models that it goes with in GGUF, and transformers' names for
-    them there; `language_model` is where these lie in transformers' model of `model_type`.
+    them there, empty where it is the one that they have alone; `language_model` is where these lie in transformers'
+    model of `model_type`, and `layers` those of the tower, if it has any.
 
     `names` and `layer` map tensors to transformers' weights; several that map to the same one are parts of it.
     `optional` ones may be missing, `ignored` ones need not be read, of `permuted` ones the rows of each head are
     interleaved; `dimensions` has how many some have, the first of which are 1. Nor need those be read whose names begin
     like one of `ignored_parts`. Of `by_pixels` the file has all pixels of a colour together, and transformers all
-    colours of a pixel. `unused` are weights that transformers wants and does not use, each with a tensor of its shape.
-    `output` has as many rows as tokens have numbers, or along its `output_axis`. `mark` is the text of an image token;
-    a token whose text begins like `spare` may stand in for it. `config` has what config.json has besides, `processor`
-    is preprocessor_config.json. `names_of` are more names, which depend on the file. `offsets` are to be added to
-    tensors; `tokens` are texts by what config.json calls their ids. `models` are transformers' model and its class for
-    architectures with which these are others.
+    colours of a pixel; of `by_axis` it has all positions along an axis together. `unused` are weights that transformers
+    wants and does not use, each with a tensor of its shape. `output` has as many rows as tokens have numbers, or along
+    its `output_axis`. `mark` is the text of an image token; a token whose text begins like `spare` may stand in for it.
+    `config` has what config.json has besides, `processor` is preprocessor_config.json. `names_of` are more names, which
+    depend on the file. `offsets` are to be added to tensors; `tokens` are texts by what config.json calls their ids.
+    `models` are transformers' model and its class for architectures with which these are others.
     """
 
     model_type: str
@@ -111,6 +112,7 @@ class Projector(NamedTuple):
     ignored_parts: tuple[str, ...] = ()
     permuted: frozenset[str] = frozenset()
     by_pixels: frozenset[str] = frozenset()
+    by_axis: frozenset[str] = frozenset()
     dimensions: Mapping[str, int] = MappingProxyType({})
     unused: Names = MappingProxyType({})
     names_of: Callable[[Vision], Names] = lambda vision: {}
