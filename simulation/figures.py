@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
+from .found import Found
 from .laws import Tally
-from .run import Found
 
 PERCENTILES = (50, 90, 99)
 

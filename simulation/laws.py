@@ -85,6 +85,7 @@ class Ledger:
         self._weights = weights
         self._token_at = token_at
         self._over: dict[str, str] = {}  # outcomes by request
+        self._idle_since: dict[str, float] = {}  # by model, when too many seats were free that requests waited for
         self._windows: dict[Source, _Stretch] = {}
         self._window_began = 0.0
 
@@ -134,6 +135,20 @@ class Ledger:
                 source: _Stretch(tally.sent - tally.begun - self._unbegun(tally), tally.begun, self.served[source])
                 for source, tally in self.tallies.items()
             }
+
+    def see_seats(self, seats: Mapping[str, tuple[int, int]], now: float) -> None:
+        """Check that requests wait for want of seats alone: by model, how many there are, and how many are free. Call
+        it about once a second."""
+        waiting = Counter(life.source.model for life in self.running.values() if life.first is None)
+        for model, (number, free) in seats.items():
+            if waiting[model] < number or free <= self._laws.idle_share * number:
+                self._idle_since.pop(model, None)
+            elif now - self._idle_since.setdefault(model, now) >= self._laws.idle_window:
+                self._idle_since[model] = now
+                self._break(
+                    f"{model}: {waiting[model]} requests wait, and more than {self._laws.idle_share:.0%} of {number} "
+                    f"seats have been free for {self._laws.idle_window:g} s, {free} of them now"
+                )
 
     def finish(self) -> None:
         """Nothing more will come."""

@@ -9,7 +9,7 @@ from math import ceil, floor, log10
 from pathlib import Path
 
 from .figures import percentile
-from .run import Found
+from .found import Found
 
 WIDTH, HEIGHT = 900, 320
 LEFT, RIGHT, TOP, BOTTOM = 70, 20, 40, 60

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from random import Random
-from typing import NamedTuple
 
 import orjson
 
@@ -30,8 +29,9 @@ from ..streams.stores.registry import Registry
 from ..streams.topology import Subjects
 from .clock import EPOCH, VirtualLoop
 from .engine import token_at
+from .found import Found, Moment
 from .laws import Ledger, Life, Source
-from .scenario import Happening, Loaded, Scenario, WorkerGroup
+from .scenario import Happening, Loaded, WorkerGroup
 from .traffic import Ask, Traffic
 from .worker import HOST, Shape, SimulatedWorker
 
@@ -40,37 +40,6 @@ SETTLING = 60.0  # seconds behind the last deadline, after which what has not en
 STAGES: tuple[type[Stage], ...] = (Validate, Queue, Batch, Stream)
 IN_A_ROW = 16  # publishes, after which others run: each time costs as much as storing a message
 _COLLECT = 20_000_000  # new objects between two garbage collections: requests leave no cycles, and many live objects
-
-
-class Moment(NamedTuple):
-    """How it stands at a second: counts since the beginning, but for `waiting` and `running`."""
-
-    at: float
-    sent: int
-    ended: int
-    tokens: int
-    waiting: int  # sent, without a first token
-    running: int  # in the workers' engines
-    workers: int
-    busy: float  # seconds of all workers
-
-
-@dataclass(slots=True)
-class Found:
-    """What came of a run; `seconds` are virtual."""
-
-    scenario: Scenario
-    ledger: Ledger
-    began: float = 0.0  # loop time of the first moment at which requests may come
-    seconds: float = 0.0
-    moments: list[Moment] = field(default_factory=list)
-    happened: list[tuple[float, str]] = field(default_factory=list)
-    takeovers: int = 0
-    preemptions: int = 0
-    looked_up: int = 0  # tokens of prompts
-    cached: int = 0  # of these, found in a worker's cache
-    busy: float = 0.0  # seconds, of all workers
-    lived: float = 0.0
 
 
 def simulate(
@@ -242,6 +211,7 @@ class Simulation:
         while True:
             await asyncio.sleep(1.0)
             self._ledger.look(loop.time())
+            self._ledger.see_seats(self._seats(), loop.time())
             moment = self._moment(loop.time() - self._origin)
             self._found.moments.append(moment)
             self._tell(moment)
@@ -259,6 +229,16 @@ class Simulation:
             workers=len(living),
             busy=sum(worker.busy for worker in self._workers),
         )
+
+    def _seats(self) -> dict[str, tuple[int, int]]:
+        """By model, how many workers have that can be reached, and how many of them they have free."""
+        seats = Counter[str]()
+        free = Counter[str]()
+        for worker in self._workers:
+            if worker.is_alive and worker.is_connected:
+                seats[worker.shape.model.name] += worker.shape.seats
+                free[worker.shape.model.name] += worker.free
+        return {model: (number, free[model]) for model, number in seats.items()}
 
     # Workers
 

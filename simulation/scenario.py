@@ -140,10 +140,14 @@ class Laws(Part):
 
     No request waits longer than `longest_wait` seconds for its first token. Of tenants with the same model and priority
     of whom something waits all through `fair_window` seconds, each gets at least the share `fair_share` of what the one
-    with the most gets, by weighted tokens; 0 asks for nothing.
+    with the most gets, by weighted tokens; 0 asks for nothing. Of a model's seats that workers report, no more than
+    `idle_share` are free all through `idle_window` seconds in which at least as many requests wait for it as it has
+    seats; 1 asks for nothing.
     """
 
     longest_wait: Above0 = 300.0
+    idle_share: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.5
+    idle_window: Above0 = 10.0
     fair_share: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.5
     fair_window: Above0 = 20.0
 

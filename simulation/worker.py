@@ -86,12 +86,22 @@ class SimulatedWorker:
         # One set of metrics for all: a thousand workers' would take more memory than the rest.
         infer = SimulatedInfer(pipe, self._engine, card, WorkerMetrics(shape.model.name, HOST, loop.time))
         infer.cores, infer.way = CORES, shape.costs.request_ms / 1000
+        self._infer = infer
         self._runner = Runner(infer, pipe)
         self._task = asyncio.create_task(self._runner.run())
 
     @property
     def is_alive(self) -> bool:
         return self.ended is None
+
+    @property
+    def is_connected(self) -> bool:
+        return self._link.connected
+
+    @property
+    def free(self) -> int:
+        """Seats for more requests, as it reports them."""
+        return max(0, self._infer._room().free)
 
     @property
     def busy(self) -> float:

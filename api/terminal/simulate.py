@@ -38,8 +38,8 @@ def simulate(
     its tokens must come in order, each once, and tenants must get their shares: exit code 1 if any of that is broken.
     """
     from ...simulation.figures import document, tables
+    from ...simulation.found import Moment
     from ...simulation.plots import write_plots
-    from ...simulation.run import Moment
     from ...simulation.run import simulate as run
     from ...simulation.scenario import load_scenario
 

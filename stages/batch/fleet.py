@@ -88,7 +88,10 @@ class Fitting:
         self._among = among  # the others were refused
 
     def __bool__(self) -> bool:
-        return any(self._does_fit(worker) for worker in list(self._among))
+        while self._among:
+            if self._does_fit(next(iter(self._among))):  # else it is one of these no more
+                return True
+        return False
 
     def __iter__(self) -> Iterator[Candidate]:
         return self._those(self._fleet._by_name.sorted(self._among))

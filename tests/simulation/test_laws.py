@@ -116,3 +116,18 @@ def test_who_asks_for_little_is_not_wronged() -> None:
     serve(ledger, BOB, LEAST_BEGUN, 15.0)
     ledger.look(20.0)
     assert (ledger.broken, ledger.lowest_share) == ([], None)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "free", "told"), [(8, 5, [20.0]), (8, 4, []), (7, 8, [])], ids=["idle", "busy", "few wait"]
+)
+def test_seats_that_stay_free_while_as_many_requests_wait_are_told(waiting: int, free: int, told: list[float]) -> None:
+    ledger, seen = Ledger(Laws(idle_share=0.5, idle_window=10), {}, token_at), list[float]()
+    for number in range(waiting):
+        ledger.sent(str(number), Life(ADA, 3, ANSWER, 0.0))
+    for second in range(5, 25):
+        before = ledger.num_broken
+        ledger.see_seats({ADA.model: (8, 0 if second < 10 else free), "another": (8, 8)}, float(second))
+        seen += [float(second)] * (ledger.num_broken > before)
+    assert seen == told
+    assert all(f"{ADA.model}: 8 requests wait" in line for line in ledger.broken)

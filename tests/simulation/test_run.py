@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from penstock.schemas.events import Event, Token
 from penstock.simulation.figures import document
+from penstock.simulation.found import Found
 from penstock.simulation.plots import write_plots
-from penstock.simulation.run import STAGES, Found, simulate
+from penstock.simulation.run import STAGES, simulate
 from penstock.simulation.scenario import parse_scenario
 from penstock.stages.batch.stage import Batch
 from penstock.stages.contract import Pipe
