@@ -172,6 +172,24 @@ def test_who_floods_gets_no_more_than_his_share() -> None:
     assert found.ledger.lowest_share is not None
 
 
+def test_seats_are_not_kept_for_a_flood_that_is_over() -> None:
+    """The other tenant has much waiting by then, and gets most of what the flood had."""
+    costs = {"prefill_us": 50.0, "decode_ms": {"1": 60.0, "32": 120.0}}
+    lengths = {"prompt": {"mean": 16}, "answer": {"mean": 16}}
+    found = run(
+        jobs=700,
+        settings={"relay_interval": 1.0},
+        workers=[{"count": 4, "seats": 10, "costs": costs}],
+        tenants=[
+            {"name": "steady", "rate": 38.0, **lengths},
+            {"name": "flood", "rate": 18.0, "begins": 1.0, "ends": 8.0, **lengths},
+        ],
+        laws={"idle_share": 0.4},
+    )
+    assert max(moment.waiting for moment in found.moments) > 100
+    assert found.ledger.broken == []
+
+
 class Partial(Batch):
     """Knows weights of tenants that nobody has set."""
 
