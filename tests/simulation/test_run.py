@@ -26,6 +26,7 @@ from penstock.simulation.scenario import parse_scenario
 from penstock.stages.batch.stage import Batch
 from penstock.stages.contract import Pipe
 from penstock.stages.stream import Stream
+from penstock.streams.port import Delivery
 
 SCENARIOS = Path(__file__).parents[2] / "deploy" / "scenarios"
 COSTS = {"prefill_us": 60.0, "decode_ms": {"1": 20.0, "16": 30.0}}
@@ -120,6 +121,24 @@ def test_requests_that_wait_for_their_turn_leave_no_cycles_either() -> None:
         gc.enable()
     assert max(moment.waiting for moment in found.moments) > 200
     assert sum(cycles) < 400
+
+
+def test_what_waits_behind_in_a_long_lane_is_renewed() -> None:
+    """It comes once more when its turn comes, and not whenever a lease would expire."""
+    attempts: list[int] = []
+
+    class Counting(Batch):
+        async def handle(self, delivery: Delivery) -> None:
+            attempts.append(delivery.attempt)
+            await super().handle(delivery)
+
+    tenants = [ADA | {"rate": 3000.0, "name": name} for name in ("ada", "bob")]
+    loaded = parse_scenario(SCENARIO | {"jobs": 1100, "workers": [WORKERS | {"count": 3}], "tenants": tenants})
+    found = simulate(loaded, stages=tuple(Counting if kind is Batch else kind for kind in STAGES))
+    assert found.ledger.broken == []
+    assert max(tally.first[-1] for tally in found.ledger.tallies.values()) > 15
+    assert sum(attempt == 2 for attempt in attempts) > 300
+    assert max(attempts) <= 3
 
 
 def test_a_worker_that_is_cut_off_to_the_end_holds_nothing_up() -> None:

@@ -168,7 +168,8 @@ async def test_a_flood_leaves_a_seat_to_whoever_needed_some() -> None:
 
 
 async def test_copies_are_fair_together_and_one_that_leaves_loses_nothing() -> None:
-    async with Scene.of(Narrow, batch=Narrow, echo_rate=100.0) as scene:  # slower than copies look at the lane
+    values = {"echo_rate": 100.0, "lease": 600.0}  # slower than copies look at the lane; and no lease expires
+    async with Scene.of(Narrow, batch=Narrow, **values) as scene:
         await scene.send("many", 200)
         await scene.waiting(190)
         await scene.send("few", 20)

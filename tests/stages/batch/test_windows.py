@@ -177,6 +177,14 @@ async def test_a_lane_that_is_one_tenants_again_gets_all_back(lane: Lane) -> Non
     assert len(lane.in_hand("flood")) == SIZE
 
 
+async def test_an_older_job_that_comes_late_takes_the_place_of_the_newest(lane: Lane) -> None:
+    lane._stored[0] = Message("p.batch.m.normal.flood", b"", {DEADLINE: str(NEVER)}, 0)
+    lane._coming.append(lane._stored[0])
+    lane.deliver()
+    assert lane.in_hand("flood") == list(range(SIZE // 3))
+    assert SIZE // 3 in lane.aside
+
+
 async def test_a_job_whose_lease_had_expired_is_there_once(lane: Lane) -> None:
     oldest = min(lane.aside)
     again: Any = Leased(lane._stored[oldest])
