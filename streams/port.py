@@ -132,7 +132,7 @@ class Delivery(Protocol):
         """Renew the lease: `ack_wait` starts again."""
 
     def shed(self) -> None:
-        """Forget data and headers of the message: it is only to be given back."""
+        """Forget the data of the message: it is only to be given back."""
 
 
 class Consumer(Protocol):

@@ -122,7 +122,7 @@ class Batch(JobStage):
 
     def sets_aside(self, delivery: Delivery) -> bool:
         message = delivery.message
-        if codec.is_schema(message.headers.get(SCHEMA), codec.BATCH):
+        if self._leaving or codec.is_schema(message.headers.get(SCHEMA), codec.BATCH):
             return False
         return not self._windows.of(message.subject).admit(delivery, self.pipe.now())
 

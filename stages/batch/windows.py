@@ -2,7 +2,7 @@
 
 A lane is first in, first out, and a copy has only its first jobs in hand. While several tenants wait in a lane that is
 longer than that, a copy keeps only so many jobs of each in hand and sets further ones aside: it renews their leases,
-but forgets what is in them, and the lane goes on to the next. When one of a tenant's jobs in hand leaves, the oldest of
+but forgets their data, and the lane goes on to the next. When one of a tenant's jobs in hand leaves, the oldest of
 those aside is given back to the broker, which delivers it again at once. So what is in hand are the oldest jobs of each
 tenant, and the lane's stream remains the queue: what a copy that dies had set aside comes again like all that it had.
 """
@@ -19,7 +19,7 @@ from math import inf
 
 from ...schemas.errors import NotYet
 from ...streams.outages import outage_logged
-from ...streams.port import DEADLINE, Delivery, Message
+from ...streams.port import DEADLINE, MESSAGE_ID, Delivery, Message
 from ...streams.topology import batch_stream
 from ..contract import Pipe
 from .lanes import Waiting
@@ -27,7 +27,9 @@ from .lanes import Waiting
 LOOK = 0.25  # seconds between two looks at who waits in long lanes
 
 CROWDED = 60.0  # seconds for which a lane is treated so after several tenants were seen in it
+LEAVING = 0.1  # seconds for which a copy that leaves gives back what is set aside: others may take it
 LATE = 4  # looks, after which a job that was given back and has not come is another copy's, or was deleted
+_FEW = 1_000  # deadlines of jobs that are no longer aside
 
 
 class LaneWindows:
@@ -46,7 +48,7 @@ class LaneWindows:
         *_, lanes, priority, _ = subject.split(".")
         window = self._windows.get((lanes, priority))
         if window is None:
-            window = self._windows[lanes, priority] = LaneWindow(self._size, self._return)
+            window = self._windows[lanes, priority] = LaneWindow(self._size, self._return, self._is_cancelled)
         return window
 
     def is_shared(self, subject: str) -> bool:
@@ -74,7 +76,12 @@ class LaneWindows:
         for window in self._windows.values():
             window.clear()
         while self._returning:
-            await self._returning.popleft().nak()
+            await self._returning.popleft().nak(LEAVING)
+
+    def _is_cancelled(self, message: Message) -> bool:
+        tenant = _tenant(message)
+        request = message.headers.get(MESSAGE_ID, "").removeprefix(f"{tenant}.")
+        return self._pipe.cancellations.include(tenant, request)
 
     def _return(self, delivery: Delivery) -> None:
         self._returning.append(delivery)
@@ -98,12 +105,18 @@ class Place:
 
 
 class LaneWindow:
-    """Of one lane, `size` jobs in hand at most. Knows no broker: `give_back` gets what is to be delivered again."""
+    """Of one lane, `size` jobs in hand at most. Knows no broker: `give_back` gets what is to be delivered again.
 
-    def __init__(self, size: int, give_back: Callable[[Delivery], None]) -> None:
+    What was cancelled goes first, wherever it is: it ends here, or has been deleted from the lane.
+    """
+
+    def __init__(
+        self, size: int, give_back: Callable[[Delivery], None], is_cancelled: Callable[[Message], bool]
+    ) -> None:
         self.share: int | None = None  # jobs of one tenant in hand; None: as many as there are; set by look
         self._size = size
         self._give_back = give_back
+        self._is_cancelled = is_cancelled
         self._held: dict[str, dict[int, Place]] = {}  # by tenant and sequence
         self._count = 0  # of places that are taken
         self._looks = 0
@@ -146,7 +159,8 @@ class LaneWindow:
         tenant, sequence = _tenant(delivery.message), delivery.message.sequence
         self._aside.forget(tenant, sequence)
         own, deadline = self._held.get(tenant, {}), _deadline(delivery.message)
-        if sequence not in own and len(own) >= self.share and deadline > now:  # past which it ends here
+        ends = deadline <= now or self._is_cancelled(delivery.message)
+        if sequence not in own and len(own) >= self.share and not ends:
             if (newest := max(own)) < sequence:
                 self._aside.add(tenant, delivery, deadline, now)
                 return False
@@ -195,8 +209,10 @@ class LaneWindow:
             self._recall(tenant, sequence)
 
     def _recall(self, tenant: str, sequence: int) -> None:
-        self._place(tenant, sequence)
-        self._give_back(self._aside.take(tenant, sequence))
+        delivery = self._aside.take(tenant, sequence)
+        if not self._is_cancelled(delivery.message):
+            self._place(tenant, sequence)
+        self._give_back(delivery)
 
     def _displace(self, tenant: str, sequence: int) -> None:
         """Have a job in hand come again, unless it is on its way to a worker."""
@@ -258,6 +274,9 @@ class _Aside:
 
     def expired(self, now: float) -> Iterator[tuple[str, int]]:
         """Those whose deadlines have passed."""
+        if len(self._deadlines) > 2 * len(self._deliveries) + _FEW:  # or they would name what has long gone
+            self._deadlines = list({each for each in self._deadlines if each[1:] in self._deliveries})
+            heapq.heapify(self._deadlines)
         while self._deadlines and self._deadlines[0][0] <= now:
             _, tenant, sequence = heapq.heappop(self._deadlines)
             if (tenant, sequence) in self._deliveries:

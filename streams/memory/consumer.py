@@ -39,7 +39,7 @@ class MemoryDelivery:
         self._group.extend(self)
 
     def shed(self) -> None:
-        self.message = replace(self.message, data=b"", headers={})
+        self.message = replace(self.message, data=b"")
 
 
 @dataclass(slots=True, eq=False)

@@ -101,7 +101,7 @@ class JetStreamDelivery:
         await self._link.send(self._reply, b"+WPI")
 
     def shed(self) -> None:
-        self.message = replace(self.message, data=b"", headers={})
+        self.message = replace(self.message, data=b"")
 
 
 def _description(message: Msg) -> str:

@@ -6,7 +6,7 @@ from collections import Counter
 from contextlib import ExitStack
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -38,7 +38,8 @@ class Lane:
     """A lane with one copy that takes from it. `now` stands until `look`."""
 
     def __init__(self) -> None:
-        self.window = LaneWindow(SIZE, self._again)
+        self.cancelled: set[int] = set()
+        self.window = LaneWindow(SIZE, self._again, lambda message: message.sequence in self.cancelled)
         self.now = 0.0
         self.sent: dict[str, list[int]] = {}  # sequences by tenant, in order
         self.ended: list[int] = []  # past their deadlines
@@ -108,7 +109,7 @@ class Lane:
     def _again(self, delivery: Delivery) -> None:
         """The broker delivers at once what is given back, and before all that is new."""
         del self.aside[delivery.message.sequence]
-        if self.loses:
+        if self.loses or delivery.message.sequence in self.cancelled:  # which were deleted
             return
         self._coming.insert(0, self._stored[delivery.message.sequence])
 
@@ -167,6 +168,21 @@ async def test_a_job_aside_ends_at_its_deadline(lane: Lane) -> None:
     lane.look()
     assert lane.ended == [631]
     assert 631 not in lane.aside
+
+
+async def test_those_that_were_cancelled_hold_nobody_up(lane: Lane) -> None:
+    """However many there are, the next in line is in hand at once."""
+    lane.cancelled = set(range(40, 500))
+    for _ in range(3):
+        lane.take("flood", SIZE // 3)
+        assert len(lane.in_hand("flood")) == SIZE // 3
+    assert lane.in_hand("flood")[0] == 500 + 3 * (SIZE // 3) - 39
+
+
+async def test_one_that_was_cancelled_and_is_still_there_ends_at_once(lane: Lane) -> None:
+    late = max(lane.aside)
+    lane.cancelled.add(late)
+    assert lane.window.admit(cast(Delivery, lane.aside[late]), lane.now)
 
 
 async def test_a_lane_that_is_one_tenants_again_gets_all_back(lane: Lane) -> None:
