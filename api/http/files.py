@@ -114,6 +114,7 @@ class FileRoutes(Routes):
                 "A running batch needs this file; cancel the batch first.", code="file_in_use", param="file_id"
             )
         await (await Objects.of(self._broker, FILES)).delete(info)
+        self._gateway.quotas.freed(tenant_of(request))
         return anthropic_files.deleted(id) if is_of_anthropic(request) else _deleted(id)
 
 

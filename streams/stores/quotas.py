@@ -91,6 +91,13 @@ class Quotas:
             code=NO_SPACE,
         )
 
+    def freed(self, tenant: str) -> None:
+        """Something of the tenant's was deleted here: count and measure before it is refused again."""
+        self._counts[tenant].at = -inf
+        for rooms in self._rooms.values():
+            for room in rooms:
+                room.forget()
+
     async def _held(self, tenant: str) -> Counter[str]:
         held = Counter[str]()
         states = await (await self._broker.bucket(BATCH_STATES)).entries(f"{tenant}.")

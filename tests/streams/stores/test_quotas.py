@@ -161,3 +161,20 @@ async def test_what_was_let_in_takes_room_before_it_is_stored(broker: Broker, na
             await quotas.check("one", LARGE, RESPONSES)
     assert 15 <= admitted < 19
     await quotas.check("two", LARGE, RESPONSES)
+
+
+async def test_who_has_deleted_something_may_store_again_at_once(broker: Broker, namespace: str) -> None:
+    """Though it had taken long to count what there was."""
+    await broker.ensure(*topology(namespace, ["queue"]))
+    clock = Clock()
+    quotas, objects = Quotas(broker, LARGE + 4 * ENTRY, clock), await Objects.of(broker, FILES)
+    stored = await objects.put("one.name", data(), {})
+    assert stored is not None
+    with pytest.raises(QuotaExceeded):
+        await quotas.check("one", LARGE)
+    quotas._counts["one"].took = 60.0
+    await objects.delete(stored)
+    with pytest.raises(QuotaExceeded):
+        await quotas.check("one", LARGE)
+    quotas.freed("one")
+    await quotas.check("one", LARGE)
