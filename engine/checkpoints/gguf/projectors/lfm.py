@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .....schemas.errors import ModelLoadError
-from .vision import Projector, Vision, both
+from .vision import CLIP_LAYER, Projector, Vision, both
 
 _TOWER = "model.vision_tower"
 _JOINT = "model.multi_modal_projector"
@@ -64,11 +64,7 @@ LFM2 = Projector(
         ),
     },
     f"{_TOWER}.encoder.layers",
-    both(
-        {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"}
-        | {"ln1": "layer_norm1", "ln2": "layer_norm2", "attn_out": "self_attn.out_proj"}
-        | {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
-    ),
+    CLIP_LAYER,
     "mm.2.weight",
     _lfm,
     _lfm_processor,

@@ -6,13 +6,12 @@ from math import isqrt
 from typing import Any
 
 from .....schemas.errors import ModelLoadError
-from .vision import Projector, Vision, both
+from .vision import CLIP_ATTENTION, CLIP_LAYER, Projector, Vision, both
 
 _TOWER = "model.vision_tower"
 _WINDOWS = f"{_TOWER}.vit_merger"
 _MERGER = "model.merger.mlp.0"
 _SIDE = 4  # of the square of patches that one token shows
-_ATTENTION = {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"} | {"attn_out": "self_attn.out_proj"}
 
 
 def _minicpm(vision: Vision) -> dict[str, Any]:
@@ -58,14 +57,12 @@ MINICPM = Projector(
                 "mm.input_norm": f"{_MERGER}.pre_norm",
                 "mm.up": f"{_MERGER}.linear_1",
                 "mm.down": f"{_MERGER}.linear_2",
-                **{f"v.vit_merger.{name}": f"{_WINDOWS}.{own}" for name, own in _ATTENTION.items()},
+                **{f"v.vit_merger.{name}": f"{_WINDOWS}.{own}" for name, own in CLIP_ATTENTION.items()},
             }
         ),
     },
     f"{_TOWER}.encoder.layers",
-    both(
-        _ATTENTION | {"ln1": "layer_norm1", "ln2": "layer_norm2"} | {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
-    ),
+    CLIP_LAYER,
     "mm.down.weight",
     _minicpm,
     _minicpm_processor,

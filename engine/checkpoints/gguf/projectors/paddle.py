@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isqrt
 from typing import Any
 
-from .vision import Projector, Vision, both
+from .vision import CLIP_LAYER, Projector, Vision, both
 
 _TOWER = "model.visual.vision_model"
 _MERGED = 2  # patches along the side of a token
@@ -45,11 +45,7 @@ PADDLE = Projector(
         ),
     },
     f"{_TOWER}.encoder.layers",
-    both(
-        {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"}
-        | {"ln1": "layer_norm1", "ln2": "layer_norm2", "attn_out": "self_attn.out_proj"}
-        | {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
-    ),
+    CLIP_LAYER,
     "mm.2.weight",
     _paddle,
     _paddle_processor,

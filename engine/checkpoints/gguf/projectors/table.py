@@ -17,7 +17,7 @@ from .lfm import LFM2
 from .minicpm import MINICPM
 from .paddle import PADDLE
 from .qwen import QWEN
-from .vision import Projector, Vision, both
+from .vision import CLIP_LAYER, Projector, Vision, both
 
 
 def projector_of(gguf: Gguf) -> Projector | None:
@@ -34,14 +34,6 @@ def projector_type(gguf: Gguf) -> str:
     """The first files of LLaVA do not say it."""
     found = gguf.metadata.get("clip.projector_type") or gguf.metadata.get("clip.vision.projector_type")
     return str(found or ("mlp" if gguf.metadata.get("clip.has_llava_projector") else "unknown"))
-
-
-_ATTENTION = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
-_CLIP_LAYER = both(
-    _ATTENTION
-    | {"ln1": "layer_norm1", "ln2": "layer_norm2", "attn_out": "self_attn.out_proj"}
-    | {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
-)
 
 
 def _smolvlm(vision: Vision) -> dict[str, Any]:
@@ -202,7 +194,7 @@ PROJECTORS: dict[str, Projector] = {
             ),
         },
         "model.vision_model.encoder.layers",
-        _CLIP_LAYER,
+        CLIP_LAYER,
         "mm.model.fc.weight",
         _smolvlm,
         _smolvlm_processor,
@@ -226,7 +218,7 @@ PROJECTORS: dict[str, Projector] = {
             ),
         },
         f"{_LLAVA}.encoder.layers",
-        _CLIP_LAYER,
+        CLIP_LAYER,
         "mm.2.weight",
         _llava,
         _llava_processor,
@@ -253,7 +245,7 @@ PROJECTORS: dict[str, Projector] = {
             ),
         },
         f"{_LLAVA}.encoder.layers",
-        _CLIP_LAYER,
+        CLIP_LAYER,
         "mm.input_projection.weight",
         _gemma3,
         _gemma3_processor,

@@ -132,3 +132,10 @@ def short(value: float) -> float:
 def both(names: Names) -> dict[str, str]:
     """Weights and biases of modules."""
     return {f"{name}.{part}": f"{own}.{part}" for name, own in names.items() for part in ("weight", "bias")}
+
+
+# What is in a layer of CLIP's and SigLIP's towers, and of those built like them.
+CLIP_ATTENTION = {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"} | {"attn_out": "self_attn.out_proj"}
+CLIP_LAYER = both(
+    CLIP_ATTENTION | {"ln1": "layer_norm1", "ln2": "layer_norm2"} | {"ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
+)
