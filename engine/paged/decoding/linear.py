@@ -157,7 +157,11 @@ def make_packed(
     weight: Tensor, bias: Tensor | None, kernels: Kernels | None
 ) -> PackedLinear | CompiledLinear | PlainLinear:
     """The product for a CPU: by oneDNN, by the kernels, or by both if they share the layout."""
-    packs = _HAS_ONEDNN and (weight.dtype != torch.bfloat16 or packs_bfloat16())
+    packs = _HAS_ONEDNN
+    if weight.dtype == torch.bfloat16:
+        packs = packs_bfloat16()
+    elif weight.dtype == torch.float16:
+        packs = packs and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     if kernels is None or not kernels.take(weight.dtype, weight.shape[1]):
         return PackedLinear(weight, bias) if packs else PlainLinear(weight, bias)
     if packs and not (kernels.has_tiles and weight.dtype == torch.bfloat16):

@@ -42,8 +42,8 @@ def test_the_most_similar_tokens_are_chosen_and_of_equal_ones_the_first() -> Non
     assert choice_of(torch.ones(1, 1, 1), 6).unchosen(slice(None), keys, torch.zeros(1, 6, dtype=torch.bool)) is None
 
 
-@pytest.mark.parametrize("changes", [{}, {"quantization": "int8"}], ids=str)
-def test_a_model_that_chooses_computes_in_bfloat16(
+@pytest.mark.parametrize("changes", [{}, {"quantization": "int8"}, {"dtype": "float16"}], ids=str)
+def test_a_model_that_chooses_computes_in_half_precision(
     changes: dict[str, Any], model_directory: Callable[[str], Path]
 ) -> None:
     params = GenerationParams(temperature=0, max_tokens=1, logprobs=1)
