@@ -178,6 +178,11 @@ async def test_copies_are_fair_together_and_one_that_leaves_loses_nothing() -> N
         scene.pipeline.backend.goes.set()
         await scene.until(lambda: len(scene.ended) >= 5)
         batches = [runner for runner in scene.pipeline._runners if isinstance(runner._stage, Batch)]
+        copy: Any = batches[0]._stage
+        (window,) = (each for each in copy._windows._windows.values() if each.share is not None)
+        behind = next(iter(window._aside._deliveries.values()))
+        await copy.leave()
+        assert not copy.sets_aside(behind)
         batches[0].stop()
         await scene.all_ended(220)
         assert scene.before_the_last_of("few")["many"] <= 100
