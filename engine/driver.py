@@ -12,8 +12,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..schemas.errors import GenerationFailed, InvalidRequest
 from ..schemas.events import Delta
@@ -28,6 +29,8 @@ _AT_EXIT = 5.0  # seconds that the end of the interpreter waits for a thread
 _Key = tuple[str, int, int]  # request, epoch, choice: the address of a delta
 
 _STOPPED = "the engine has stopped; load a new one"
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
@@ -120,6 +123,12 @@ class Driver:
             self.close_soon()
             raise
 
+    @property
+    def together(self) -> AbstractContextManager[Any]:
+        """What is submitted within it takes effect between the same two steps."""
+        self._refuse_child()
+        return self._changed
+
     def submit(self, choices: Iterable[Choice], handle: RequestHandle) -> None:
         """Run the choices of one request; their deltas go to `handle`.
 
@@ -155,13 +164,13 @@ class Driver:
             self._commands.append(_Cancel(choices))
             self._changed.notify()
 
-    def call(self, work: Callable[[], Any]) -> Future[Any]:
+    def call(self, work: Callable[[], _T]) -> Future[_T]:
         """Run `work` between two steps, on the thread that owns the backend.
 
         Raises `GenerationFailed` once the thread has ended.
         """
         self._refuse_child()
-        result: Future[Any] = Future()
+        result: Future[_T] = Future()
         with self._changed:
             if not self.healthy:
                 raise GenerationFailed(_STOPPED)

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Self, overload
 
 from ..schemas.events import Delta
@@ -24,9 +23,9 @@ from .choice import Choice
 from .config import EngineConfig
 from .driver import Driver
 from .grammar.matcher import GrammarCompiler
-from .handle import RequestHandle
+from .handle import RequestHandle, started
 from .models import ModelInfo
-from .output import Embedding, EngineStats, GenerationOutput, OutputBuilder
+from .output import Embedding, EngineStats, GenerationOutput, collected
 from .planning.manifest import Manifest
 from .plug_ins.found import PlugIns
 from .plug_ins.port import PlugIn
@@ -207,18 +206,30 @@ class InferenceEngine:
         Raises `InvalidRequest` for a request that can never be served, `ModelNotFound` for an adapter that is not
         loaded, and `GenerationFailed` if the engine has stopped.
         """
+        return self.open_all([request])[0]
+
+    def open_all(self, requests: Sequence[EngineRequest]) -> list[RequestHandle]:
+        """`open` for each, so that all are there before the next step; if one is refused, none runs."""
+        starts = [self._prepared(request) for request in requests]
+        with self._driver.together:
+            return started(starts)
+
+    def _prepared(self, request: EngineRequest, instead: str | None = None) -> Callable[[], RequestHandle]:
+        """What starts the request, with no long work left; `instead` names this backend if it is the fallback."""
         if self._fallback is not None and (fallback := self.fallback_for(request)):
             reason = lacks(request, self._backend)
             _log.warning("request %s runs on the fallback backend %s: %s", request.id, fallback, reason)
-            handle = self._fallback.open(request)
-            handle.fallback = fallback
-            return handle
+            return self._fallback._prepared(request, fallback)
         check_supported(request, self._backend)
         adapter, info = self._adapters.find(request.adapter), self._backend.info
         params, tokenizer, matcher, make = request.params, self.tokenizer, self._grammars.matcher, self._plug_ins.make
         own = enumerate((matcher(params), make(params, tokenizer, request.prompt)) for _ in range(params.n))
         choices = [Choice(request, index, tokenizer, info, grammar, adapter, more) for index, (grammar, more) in own]
-        handle = RequestHandle(request, lambda: self._driver.cancel_choices(choices))  # which keeps the engine
+        return partial(self._start, choices, instead)
+
+    def _start(self, choices: list[Choice], instead: str | None) -> RequestHandle:
+        request = choices[0].request
+        handle = RequestHandle(request, lambda: self._driver.cancel_choices(choices), instead)  # which keeps the engine
         self._driver.submit(choices, handle)
         self._num_requests += 1
         self._num_prompt_tokens += len(request.prompt)
@@ -235,7 +246,7 @@ class InferenceEngine:
         """
         refuse_pairs(self._backend)
         inputs = inputs_of(map(self._prompts.ids, prompts), dimensions)
-        found = await results(inputs, self._check, self.open)
+        found = await results(inputs, self._check, self.open_all)
         return [Embedding.of(text, len(one.prompt)) for text, one in zip(found, inputs, strict=True)]
 
     def score(self, query: str, documents: Sequence[str], *, max_tokens_per_doc: int | None = None) -> list[float]:
@@ -251,23 +262,21 @@ class InferenceEngine:
         documents cut to so many tokens. Raises `InvalidRequest` before anything runs, and `GenerationFailed`.
         """
         inputs = await asyncio.to_thread(pairs_of, self._backend, query, documents, max_tokens_per_doc)
-        return list(map(float, await results(inputs, self._check, self.open)))
+        return list(map(float, await results(inputs, self._check, self.open_all)))
 
     def save_prefixes(self, path: str | Path) -> int:
         """Write the cached prefixes to a file, between two steps; returns the number of blocks of tokens.
 
         Raises `InvalidRequest` for a backend without a prefix cache, and `OSError`.
         """
-        blocks: int = self._driver.call(lambda: self._backend.save_prefixes(Path(path))).result()
-        return blocks
+        return self._driver.call(lambda: self._backend.save_prefixes(Path(path))).result()
 
     def load_prefixes(self, path: str | Path) -> int:
         """Restore the prefixes that `save_prefixes` wrote for the same model, as far as they fit.
 
         Returns the number of blocks. Raises `ConfigurationError` for a file of another model.
         """
-        blocks: int = self._driver.call(lambda: self._backend.load_prefixes(Path(path))).result()
-        return blocks
+        return self._driver.call(lambda: self._backend.load_prefixes(Path(path))).result()
 
     def load_adapter(self, name: str, path: str | Path) -> AdapterInfo:
         """Load a LoRA adapter, a directory in PEFT's format, for requests that name it; running ones go on meanwhile.
@@ -312,9 +321,7 @@ class InferenceEngine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     async def _generate_all(
@@ -326,18 +333,12 @@ class InferenceEngine:
                 requests.append(await self._prompts.request(prompt, params, adapter=adapter))
                 self._check(requests[-1])
         await self.prepare(params)
-        handles = [self.open(request) for request in requests]
+        handles = self.open_all(requests)
         try:
-            return list(await asyncio.gather(*map(self._collect, handles)))
+            return list(await asyncio.gather(*[collected(one, self.tokenizer, self._clock) for one in handles]))
         finally:
             for handle in handles:
                 handle.cancel()
-
-    async def _collect(self, handle: RequestHandle) -> GenerationOutput:
-        builder = OutputBuilder(handle.request, self._clock(), handle.fallback)
-        while not handle.finished:
-            builder.add(await handle.take(), self._clock())
-        return builder.build(self.tokenizer, self._clock())
 
     def _check(self, request: EngineRequest) -> None:
         if self._fallback is not None and self.fallback_for(request):

@@ -35,6 +35,19 @@ def _join(parts: list[Delta]) -> Delta:
     )
 
 
+def started(starts: Iterable[Callable[[], RequestHandle]]) -> list[RequestHandle]:
+    """The handles of what is started here; if one start raises, those before are cancelled."""
+    handles: list[RequestHandle] = []
+    try:
+        for start in starts:
+            handles.append(start())
+    except BaseException:
+        for handle in handles:
+            handle.cancel()
+        raise
+    return handles
+
+
 class RequestHandle:
     """A running request; read it in the event loop that opened it.
 
@@ -42,13 +55,13 @@ class RequestHandle:
     reader that waits, or at the end: a loop that wakes for each token takes time from a model on the same cores.
     """
 
-    def __init__(self, request: EngineRequest, cancel: Callable[[], None]) -> None:
+    def __init__(self, request: EngineRequest, cancel: Callable[[], None], fallback: str | None = None) -> None:
         self.request = request
         self.loop = asyncio.get_running_loop()
         self.preemptions: list[Preemption] = []  # that nobody has read; added by the scheduler, removed by the reader
         self.times: dict[int, tuple[float, float]] = {}  # by choice: of its first and its newest tokens; set by `take`
         self.finished = False  # every choice's last delta has been taken; set by `take`
-        self.fallback: str | None = None  # the backend that runs it instead of the first; set by the engine
+        self.fallback = fallback  # the backend that runs it instead of the first
         self._cancel = cancel
         self._pending: deque[tuple[Delta, float]] = deque()  # and when it was put, of the monotonic clock
         self._news = asyncio.Event()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from ..schemas.events import Delta, ErrorBody, FinishReason, TokenLogprob
+from .handle import RequestHandle
 from .request import EngineRequest
 from .text.tokenizer_port import TokenizerLike
 
@@ -206,6 +207,14 @@ class OutputBuilder:
             total_time=now - self._started,
         )
         return GenerationOutput(choices, stats, self._fallback)
+
+
+async def collected(handle: RequestHandle, tokenizer: TokenizerLike, clock: Callable[[], float]) -> GenerationOutput:
+    """The output of a request that begins now; `clock` is in seconds."""
+    builder = OutputBuilder(handle.request, clock(), handle.fallback)
+    while not handle.finished:
+        builder.add(await handle.take(), clock())
+    return builder.build(tokenizer, clock())
 
 
 def _choice(deltas: list[Delta], tokenizer: TokenizerLike) -> ChoiceOutput:

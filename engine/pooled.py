@@ -44,12 +44,12 @@ def refuse_pairs(backend: Backend) -> None:
 async def results(
     inputs: Sequence[EmbeddingInput],
     check: Callable[[EngineRequest], None],
-    open: Callable[[EngineRequest], RequestHandle],
+    open_all: Callable[[Sequence[EngineRequest]], list[RequestHandle]],
 ) -> list[str]:
     """What the engine says of each input. Raises `InvalidRequest` before anything runs, and `GenerationFailed`."""
     for request in inputs:
         check(request)
-    handles = [open(request) for request in inputs]
+    handles = open_all(inputs)
     try:
         return [await _result(handle) for handle in handles]
     finally:

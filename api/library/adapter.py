@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from ...engine import EmbeddingInput, EngineRequest, InferenceEngine, RequestHandle
+from ...engine import EmbeddingInput, EngineRequest, InferenceEngine
 from ...engine.blocking import wait_for
 from ...engine.preparing.prepare import Prepared, Preparer
 from ...engine.text.answer_reader import AnswerReader
@@ -144,9 +144,8 @@ class _Running:
         self._reasons: list[FinishReason] = ["stop"] * (len(prepared.prompts) * n)  # by choice; set by `_read`
         self._reader = AnswerReader(renderer.request, prepared.form, len(self._reasons))
         self._num_tokens = self._num_cached = 0  # set by `_read`
-        self._handles: list[RequestHandle] = []
-        for index, prompt in enumerate(prepared.prompts):
-            request = kind(
+        requests = [
+            kind(
                 id=f"{renderer.request}.{index}",
                 prompt=tuple(prompt),
                 params=prepared.params,
@@ -155,7 +154,9 @@ class _Running:
                 adapter=adapter,
                 images=prepared.images,
             )
-            self._handles.append(engine.open(request))
+            for index, prompt in enumerate(prepared.prompts)
+        ]
+        self._handles = engine.open_all(requests)
 
     async def tokens(self) -> AsyncGenerator[Token, None]:
         """Yield the tokens of all choices as they come. Raises `GenerationFailed`."""

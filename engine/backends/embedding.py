@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 from bisect import insort
-from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
@@ -24,7 +23,8 @@ if TYPE_CHECKING:
 class EmbeddingBackend(NoAdapters, NoPrefixes):
     """The common part of embedding backends: every step is one padded pass over waiting inputs.
 
-    Requests take turns, each with its longest inputs first; inputs of the next requests fill the rest of a pass.
+    Requests take turns, each with its longest inputs first; inputs of the next requests fill the rest of a pass. Equal
+    ones share a row, so that their scores are equal to the last digit.
     """
 
     room: int  # the most tokens of a pass, padding included; a longer input gets a pass of its own
@@ -39,13 +39,13 @@ class EmbeddingBackend(NoAdapters, NoPrefixes):
     def num_waiting(self) -> int:
         return sum(map(len, self._turns.values()))
 
-    def embed(self, prompts: list[Sequence[int]]) -> Vectors:
+    def embed(self, prompts: list[tuple[int, ...]]) -> Vectors:
         """The vectors [N, D] of N prompts, from one padded pass; none depends on the other prompts."""
         raise NotImplementedError
 
     def add(self, choice: Choice) -> None:
         waiting = self._turns.setdefault(choice.request.id, [])
-        insort(waiting, choice, key=lambda one: len(one.prompt))
+        insort(waiting, choice, key=lambda one: (len(one.prompt), one.prompt))
 
     def remove(self, choice: Choice) -> None:
         waiting = self._turns.get(choice.request.id, [])
@@ -59,12 +59,14 @@ class EmbeddingBackend(NoAdapters, NoPrefixes):
 
     def step(self) -> list[Delta]:
         taken: list[Choice] = []
+        distinct: set[tuple[int, ...]] = set()
         longest = 0
         for request in list(self._turns):
             waiting = self._turns.pop(request)
             while waiting:
                 longest = max(longest, len(waiting[-1].prompt))
-                if taken and (len(taken) + 1) * longest > self.room:
+                distinct.add(waiting[-1].prompt)
+                if taken and len(distinct) * longest > self.room:
                     self._turns[request] = waiting  # behind the others
                     return self._run(taken)
                 taken.append(waiting.pop())
@@ -73,7 +75,8 @@ class EmbeddingBackend(NoAdapters, NoPrefixes):
     def _run(self, taken: list[Choice]) -> list[Delta]:
         self.num_running = len(taken)
         try:
-            vectors = self.embed([choice.prompt for choice in taken])
+            distinct = list(dict.fromkeys(choice.prompt for choice in taken))
+            vectors = dict(zip(distinct, self.embed(distinct), strict=True))
         except Exception as error:
             if len(taken) == 1:
                 return [taken[0].fail(error)]
@@ -81,7 +84,7 @@ class EmbeddingBackend(NoAdapters, NoPrefixes):
         finally:
             self.num_running = 0
         text = _score if self.ranks else _text
-        return [replace(one.end("stop"), text=text(one, vector)) for one, vector in zip(taken, vectors, strict=True)]
+        return [replace(one.end("stop"), text=text(one, vectors[one.prompt])) for one in taken]
 
 
 def _text(choice: Choice, vector: NDArray[np.float32]) -> str:

@@ -4,7 +4,6 @@ decoders alike."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,7 +58,7 @@ class SentenceTransformerBackend(EmbeddingBackend):
         try:
             with counting_weights(progress):
                 self._model = self._load(directory, config)
-            self.embedding_size = self.embed([[0]]).shape[1]
+            self.embedding_size = self.embed([(0,)]).shape[1]
         except ModelLoadError:
             raise
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -80,7 +79,7 @@ class SentenceTransformerBackend(EmbeddingBackend):
         return TextEmbedder(directory, config.model, device=device, dtype=dtype)
 
     @torch.inference_mode()
-    def embed(self, prompts: list[Sequence[int]]) -> NDArray[np.float32]:
+    def embed(self, prompts: list[tuple[int, ...]]) -> NDArray[np.float32]:
         """The vectors [N, D] of N prompts, or the scores [N, 1] of N pairs.
 
         Raises `GenerationFailed` if the model's numbers overflow.

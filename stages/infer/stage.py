@@ -334,7 +334,7 @@ class Infer(Stage):
         publisher.finished = frozenset(
             choice for choice, reason in enumerate(transcript.finish_reasons) if reason is not None
         )
-        publisher.handles += [self._engine.open(request) for request in requests_of(publisher, transcript)]
+        publisher.handles += self._engine.open_all(requests_of(publisher, transcript))
         if publisher.expired:  # meanwhile
             publisher.cancel()
         with self.pipe.cancellations.calling(publisher.job.tenant, publisher.job.id, publisher.cancel):

@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from penstock.engine.backends.echo import EchoBackend
 from penstock.engine.backends.embedding import EmbeddingBackend
 from penstock.engine.backends.sentence_transformer import SentenceTransformerBackend
 from penstock.engine.choice import Choice
+from penstock.engine.driver import Driver
+from penstock.engine.handle import RequestHandle
 from penstock.engine.planning.manifests import ECHO as ECHO_MANIFEST
 from penstock.engine.request import EmbeddingInput
 from penstock.schemas.errors import ConfigurationError, GenerationFailed, InvalidRequest, ModelLoadError
@@ -210,12 +212,12 @@ def test_a_padded_batch(tiny_encoder: Path) -> None:
     @given(st.lists(st.lists(st.integers(0, 30521), min_size=1, max_size=20), min_size=1, max_size=5))
     def check(prompts: list[list[int]]) -> None:
         """P5: a padded batch pads to its longest, and every request keeps its original length."""
-        together = backend.embed(list(prompts))
+        together = backend.embed(list(map(tuple, prompts)))
         features = seen[-1]
         lengths = list(map(len, prompts))
         assert features["input_ids"].shape == (len(prompts), max(lengths))
         assert features["attention_mask"].sum(dim=1).tolist() == lengths
-        alone = np.concatenate([backend.embed([prompt]) for prompt in prompts])
+        alone = np.concatenate([backend.embed([tuple(prompt)]) for prompt in prompts])
         assert np.abs(together - alone).max() < 1e-5
 
     check()
@@ -320,6 +322,26 @@ async def test_what_waits_together_shares_a_pass(fake: tuple[InferenceEngine, Fa
     await holding
     assert [[tuple(each.vector) for each in one] for one in found] == [[(2, t), (1, t)] for t in (5, 6, 7)]
     assert backend.passes[1:] == [[[5, 5], [5], [6, 6], [6]], [[7, 7], [7]]]  # 4 rows of 2 fill the room of 8
+
+
+async def test_equal_inputs_share_a_row(fake: tuple[InferenceEngine, Fake]) -> None:
+    engine, backend = fake
+    found = await engine.aembed([[5], [6, 6], [7, 7], [5], [6, 6]] * 9)
+    assert [tuple(each.vector) for each in found] == [(1, 5), (2, 6), (2, 7), (1, 5), (2, 6)] * 9
+    assert backend.passes == [[[7, 7], [6, 6], [5]]]
+
+
+async def test_the_inputs_of_a_request_are_there_before_its_first_pass() -> None:
+    backend = Fake()
+
+    class Slow(Driver):
+        def submit(self, choices: Iterable[Choice], handle: RequestHandle) -> None:
+            super().submit(choices, handle)
+            backend.entered.acquire(timeout=0.05)  # by a pass, if one could begin now
+
+    with InferenceEngine(ECHO, backend=backend, driver=Slow) as engine:
+        await engine.aembed([[5], [6], [7]])
+    assert backend.passes == [[[7], [6], [5]]]
 
 
 async def test_requests_take_turns(fake: tuple[InferenceEngine, Fake]) -> None:

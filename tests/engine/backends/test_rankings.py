@@ -75,6 +75,13 @@ def test_scores_are_the_library_s_alone_and_together(models: Callable[[str], Pat
             assert engine.score(QUERY, [document]) == pytest.approx([score], abs=1e-5)
 
 
+def test_equal_documents_have_equal_scores_whatever_is_scored_beside(engine: InferenceEngine) -> None:
+    texts = [text for count in range(1, 9) for text in ("hello", "x y " * count, "Hello")]  # in lower case to the model
+    found = engine.score(QUERY, texts)
+    assert len({score for text, score in zip(texts, found, strict=True) if text.lower() == "hello"}) == 1
+    assert len(set(found)) == 9
+
+
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 def test_documents_are_cut_where_the_caller_says_so(models: Callable[[str], Path], kind: str) -> None:
     words = [f"word{number} " for number in range(40)]
