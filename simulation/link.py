@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from ..streams.memory.broker import MemoryBroker
 from ..streams.memory.consumer import MemoryConsumer
@@ -196,6 +196,11 @@ class LinkedBucket:
     async def entries(self, prefix: str = "") -> list[Entry]:
         await self._up.wait()
         return await self._bucket.entries(prefix)
+
+    async def scan(self, prefix: str) -> AsyncGenerator[list[Entry], None]:
+        await self._up.wait()
+        async for entries in self._bucket.scan(prefix):
+            yield entries
 
     async def put(self, key: str, value: bytes) -> int:
         await self._up.wait()

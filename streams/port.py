@@ -16,7 +16,7 @@ Every implementation guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -171,6 +171,9 @@ class Bucket(Protocol):
     async def entries(self, prefix: str = "") -> list[Entry]:
         """The entries whose keys begin with `prefix`, least recently written first; others are not fetched. A token
         that is `*` stands for any."""
+
+    def scan(self, prefix: str) -> AsyncGenerator[list[Entry], None]:
+        """`entries`, some at a time, however many there are; what changes meanwhile is in it twice, once, or not."""
 
     async def put(self, key: str, value: bytes) -> int:
         """Write unconditionally; returns the revision."""

@@ -10,7 +10,7 @@ import asyncio
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import NamedTuple
 
 from ...schemas.errors import BrokerUnavailable, StartupError, StreamFull, StreamMissing
@@ -284,6 +284,9 @@ class MemoryBucket:
         self._expire()
         is_wanted = begins(prefix)
         return [kept.entry for key, kept in self._kept.items() if is_wanted(key)]
+
+    async def scan(self, prefix: str) -> AsyncGenerator[list[Entry], None]:
+        yield await self.entries(prefix)
 
     async def put(self, key: str, value: bytes) -> int:
         check_size(value, {}, self._max_payload)

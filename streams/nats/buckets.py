@@ -6,14 +6,14 @@ A deleted key leaves nothing behind (other clients leave a marker for watchers; 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from nats import nuid
 
 from ..port import MESSAGE_ID, Entry, Held, Message, Published
 from ..prefixes import begins
 from .connection.link import Link
-from .direct import held_subjects, last_message, stored_messages
+from .direct import batches, held_subjects, last_message, stored_messages
 from .management import EXPECTED_SEQUENCE, WRONG_REVISION, ApiError, call
 
 Store = Callable[[str, bytes, dict[str, str]], Awaitable[Published]]
@@ -45,8 +45,7 @@ class JetStreamBucket:
         return None if message is None or _is_marker(message) else self._entry(message)
 
     async def entries(self, prefix: str = "") -> list[Entry]:
-        # A wildcard stands for whole tokens, so a prefix that ends within one reads slightly too much.
-        wildcard = f"{self._prefix}{prefix[: prefix.rfind('.') + 1]}>"
+        wildcard = self._wildcard(prefix)
         held = await held_subjects(self._link, self._stream, wildcard)
         version, kept = self._kept.get(prefix, ((), []))
         if version != held.version:
@@ -60,6 +59,12 @@ class JetStreamBucket:
         if len(self._kept) > _KEPT:
             self._kept.popitem(last=False)
         return list(kept)
+
+    async def scan(self, prefix: str) -> AsyncGenerator[list[Entry], None]:
+        is_wanted = begins(prefix)
+        async for messages in batches(self._link, self._stream, self._wildcard(prefix)):
+            entries = [self._entry(message) for message in messages if not _is_marker(message)]
+            yield [entry for entry in entries if is_wanted(entry.key)]
 
     async def _read(self, prefix: str, wildcard: str, held: Held) -> list[Entry]:
         newest: dict[str, Message] = {}
@@ -106,6 +111,10 @@ class JetStreamBucket:
         # The id identifies a write of ours whose answer was lost.
         headers[MESSAGE_ID] = self._ids.next().decode()
         return await self._store(self._written + key, value, headers)
+
+    def _wildcard(self, prefix: str) -> str:
+        """It stands for whole tokens, so that a prefix that ends within one reads slightly too much."""
+        return f"{self._prefix}{prefix[: prefix.rfind('.') + 1]}>"
 
     def _entry(self, message: Message) -> Entry:
         return Entry(message.subject[len(self._prefix) :], message.data, message.sequence)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
+from collections.abc import AsyncGenerator
 from datetime import datetime
 
 import orjson
@@ -25,8 +25,10 @@ from ..port import Held, Message, Usage
 from .connection.link import Link, status
 from .management import MESSAGE_MISSING, STREAM_MISSING, ApiError, Json, allowed, call
 
-_BATCH = 512
-_ANSWER_WAIT = 1.0  # seconds for a whole batch, then the leader supplies the rest
+_BATCH = 512  # messages that are asked for at first
+_LARGE_BATCH = 1 << 13  # that it grows to: for each, the server counts what will be left, and writes wait meanwhile
+_BATCH_BYTES = 8 << 20
+_ANSWER_WAIT = 1.0  # seconds for the next message of a batch, then the leader supplies the rest
 _NOTHING = "404"
 _END_OF_BATCH = "204"
 _NO_ANSWER = "no answer"
@@ -44,10 +46,15 @@ async def stored_messages(link: Link, stream: str, subject: str, after: int = 0)
 
     May include deleted messages, from a lagging replica. Raises `BrokerUnavailable`.
     """
+    return [message async for batch in batches(link, stream, subject, after) for message in batch]
+
+
+async def batches(link: Link, stream: str, subject: str, after: int = 0) -> AsyncGenerator[list[Message], None]:
+    """`stored_messages`, as they come, for what may be too much to be held at a time."""
     batch = _Batch(after)
     following = await _from_leader(link, stream, {"seq": after + 1, "next_by_subj": subject})
     if following is None:  # true of most new requests
-        return []
+        return
     batch.add(following)
     inbox = link.new_inbox()
     subscription = await link.subscribe(inbox, batch.arrived)
@@ -56,11 +63,14 @@ async def stored_messages(link: Link, stream: str, subject: str, after: int = 0)
         while True:
             before = batch.last
             outcome = await batch.read(link, stream, subject, inbox) if not lags else _NOTHING
+            if batch.found:
+                yield batch.taken()
             if batch.last > before and outcome not in (_NOTHING, _NO_ANSWER):
                 continue
             following = await _from_leader(link, stream, {"seq": batch.last + 1, "next_by_subj": subject})
             if following is None:
-                return batch.found
+                yield batch.taken()
+                return
             lags = lags or batch.last == before
             batch.add(following)
     finally:
@@ -155,19 +165,28 @@ class _Batch:
     """The messages that one replay has found so far, and how its current request ended."""
 
     def __init__(self, after: int) -> None:
-        self.found: list[Message] = []
+        self.found: list[Message] = []  # that nobody has taken
         self.last = after
+        self._size = _BATCH
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def read(self, link: Link, stream: str, subject: str, inbox: str) -> str:
         """Request the messages after `last`; returns the status that ended the batch, or "no answer"."""
         self._ended = asyncio.get_running_loop().create_future()
-        request = orjson.dumps({"batch": _BATCH, "seq": self.last + 1, "next_by_subj": subject})
-        await link.send(f"{link.access.api}DIRECT.GET.{stream}", request, reply=inbox)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_ANSWER_WAIT):
-                return await self._ended
-        return _NO_ANSWER
+        wanted = {"batch": self._size, "max_bytes": _BATCH_BYTES, "seq": self.last + 1, "next_by_subj": subject}
+        await link.send(f"{link.access.api}DIRECT.GET.{stream}", orjson.dumps(wanted), reply=inbox)
+        while not self._ended.done():
+            before = self.last
+            await asyncio.wait([self._ended], timeout=_ANSWER_WAIT)
+            if self.last == before and not self._ended.done():
+                self._size = _BATCH
+                return _NO_ANSWER
+        self._size = min(2 * self._size, _LARGE_BATCH)
+        return self._ended.result()
+
+    def taken(self) -> list[Message]:
+        found, self.found = self.found, []
+        return found
 
     def add(self, message: Message) -> None:
         # The answer to an abandoned request may still arrive.

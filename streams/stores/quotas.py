@@ -1,20 +1,23 @@
 """One quota per tenant for everything stored for it: files, results of batches, responses, conversations and images.
 Besides, no tenant fills a bucket that others share.
 
-Usage is counted from the buckets, not in a counter that a crash could leave wrong. Counting takes time, so a bridge
-counts seldom and adds what it admits in between. Several bridges may therefore exceed the quota slightly and briefly.
+Usage is counted from the buckets, not in a counter that a crash could leave wrong. Counting takes time, some seconds
+for a hundred thousand responses, so a bridge counts seldom, adds what it admits in between, and has no request wait for
+long: meanwhile, the last count holds. Several bridges may therefore exceed the quota slightly and briefly.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from math import inf
 from time import monotonic
 
 import orjson
+import structlog
 
 from ...schemas.errors import QuotaExceeded, StorageFull
 from ...schemas.openai.batches import FINAL, Batch
@@ -22,6 +25,8 @@ from ..port import Broker, Entry
 from ..shares import crowds
 from ..topology import BATCH_RESULTS, BATCH_STATES, FILES, IMAGES, OBJECT_DATA, RESPONSES
 from .room import Room
+
+_log = structlog.get_logger(__name__)
 
 # The buckets that are kept from being one tenant's, by that in which bytes are stored.
 SHARED = {RESPONSES: (RESPONSES,), OBJECT_DATA: (OBJECT_DATA, FILES, BATCH_STATES)}
@@ -34,6 +39,8 @@ ENTRY = 512  # bytes charged per entry in addition to its size
 FRESH = 2.0  # seconds for which a count is valid at least
 REFUSED = 0.2  # seconds after which a refusal counts again, as files may have been deleted
 SHARE = 0.05  # largest share of time spent on counting a tenant
+PATIENCE = 1.0  # seconds that a request waits for a count
+_IN_A_ROW = 500  # entries
 
 
 @dataclass(slots=True)
@@ -44,6 +51,10 @@ class _Count:
     at: float = -inf
     took: float = 0.0
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    counting: asyncio.Task[None] | None = None
+    began: float = -inf  # when that did, or did last
+    admitted: Counter[str] = field(default_factory=Counter)  # since then
+    freed: bool = False  # since then
 
 
 class Quotas:
@@ -65,11 +76,9 @@ class Quotas:
         async with count.turn:
             coming += ENTRY
             for patience in (FRESH, REFUSED):
-                if self._clock() - count.at > max(patience, count.took / SHARE):
-                    began = self._clock()
-                    count.held = await self._held(tenant)
-                    count.at = self._clock()
-                    count.took = count.at - began
+                is_old = self._clock() - count.at > max(patience, count.took / SHARE)
+                if is_old or (count.freed and patience is REFUSED):
+                    await self._count(tenant, count)
                 held = count.held + Counter({bucket: coming})
                 crowded = False
                 for room in rooms:
@@ -78,6 +87,7 @@ class Quotas:
                     crowded = crowded or (room.most > 0 and crowds(held[room.bucket], left))
                 if held.total() <= self._quota and not crowded:
                     count.held = held
+                    count.admitted[bucket] += coming
                     for room in rooms:
                         if room.bucket == bucket:
                             room.take(coming)
@@ -93,31 +103,61 @@ class Quotas:
 
     def freed(self, tenant: str) -> None:
         """Something of the tenant's was deleted here: count and measure before it is refused again."""
-        self._counts[tenant].at = -inf
+        self._counts[tenant].freed = True
         for rooms in self._rooms.values():
             for room in rooms:
                 room.forget()
 
+    async def _count(self, tenant: str, count: _Count) -> None:
+        """Count, or go on counting, and wait for the end until `PATIENCE` has passed since the beginning."""
+        if count.counting is None or count.counting.done():
+            count.began = self._clock()
+            count.admitted.clear()
+            count.freed = False
+            count.counting = asyncio.create_task(self._count_all(tenant, count))
+            count.counting.add_done_callback(_tell)
+        counting = count.counting
+        await asyncio.wait([counting], timeout=max(0.0, count.began + PATIENCE - self._clock()))
+        if counting.done():
+            counting.result()
+
+    async def _count_all(self, tenant: str, count: _Count) -> None:
+        count.held = await self._held(tenant) + count.admitted
+        count.at = self._clock()
+        count.took = count.at - count.began
+
     async def _held(self, tenant: str) -> Counter[str]:
+        """What is stored for a tenant. Raises `BrokerUnavailable`."""
         held = Counter[str]()
         states = await (await self._broker.bucket(BATCH_STATES)).entries(f"{tenant}.")
-        held += _sizes(BATCH_STATES, states)
+        for state in states:
+            _add(held, BATCH_STATES, state)
         for name in (FILES, RESPONSES, IMAGES):
-            held += _sizes(name, await (await self._broker.bucket(name)).entries(f"{tenant}."))
-        results = await self._broker.bucket(BATCH_RESULTS)
+            await self._scan(held, name, f"{tenant}.")
         for state in states:
             batch = Batch.model_validate_json(state.value)
             if batch.status not in FINAL:  # the results of a finished batch are a file
-                held += _sizes(BATCH_RESULTS, await results.entries(f"{batch.id}."))
+                await self._scan(held, BATCH_RESULTS, f"{batch.id}.")
         return held
 
+    async def _scan(self, held: Counter[str], name: str, prefix: str) -> None:
+        async with aclosing((await self._broker.bucket(name)).scan(prefix)) as found:
+            async for entries in found:
+                for number, entry in enumerate(entries, 1):
+                    _add(held, name, entry)
+                    if number % _IN_A_ROW == 0:  # of very many, which must not hold up what else runs here
+                        await asyncio.sleep(0)
 
-def _sizes(bucket: str, entries: Iterable[Entry]) -> Counter[str]:
-    """The bytes of entries, and of the objects that they may describe, by bucket."""
-    sizes = Counter[str]()
-    for entry in entries:
-        value = orjson.loads(entry.value) if entry.value.startswith(b"{") else {}
-        sizes[bucket] += ENTRY + len(entry.value)
-        if "version" in value and "chunks" in value:
-            sizes[IMAGES if bucket == IMAGES else OBJECT_DATA] += int(value["size"])
-    return sizes
+
+def _add(held: Counter[str], bucket: str, entry: Entry) -> None:
+    """Add the bytes of an entry, and of the object that it may describe."""
+    value = orjson.loads(entry.value) if entry.value.startswith(b"{") else {}
+    held[bucket] += ENTRY + len(entry.value)
+    if "version" in value and "chunks" in value:
+        held[IMAGES if bucket == IMAGES else OBJECT_DATA] += int(value["size"])
+
+
+def _tell(counting: asyncio.Task[None]) -> None:
+    """A request may have waited for it, or none any more."""
+    if not counting.cancelled() and (error := counting.exception()) is not None:
+        _log.warning("usage not counted", reason=str(error))

@@ -17,7 +17,7 @@ from penstock.streams.nats.connection.link import Link
 from penstock.streams.nats.management import call
 from penstock.streams.nats.servers.cluster import LocalCluster
 from penstock.streams.nats.servers.server import EmbeddedServer
-from penstock.streams.port import Bucket, BucketSpec, Message, StreamSpec
+from penstock.streams.port import Broker, Bucket, BucketSpec, Message, StreamSpec
 
 PAIRS = 600  # of a write and a read of it, of which a cluster of three answered 4 % with what was before
 AT_ONCE = 30
@@ -95,6 +95,22 @@ async def test_a_replay_has_what_a_replica_lacks(jetstream: JetStreamBroker, nam
         assert await jetstream.replay("RELAY", subject, stored[2].sequence) == stored[4::2]
         assert await jetstream.last("RELAY", subject) == stored[4]
         assert await jetstream.replay("RELAY", f"{namespace}.relay.c") == []
+
+
+async def test_a_scan_has_all_there_is_in_parts(broker: Broker) -> None:
+    """More than a batch has at first, and after it has grown; and values of which few fit into one."""
+    await broker.ensure([], [BucketSpec("things", ttl=60, storage="memory")])
+    bucket = await broker.bucket("things")
+    keys = [f"one.{number}" for number in range(2_000)]
+    await asyncio.gather(*(bucket.put(key, key.encode()) for key in keys))
+    await asyncio.gather(bucket.put("other.1", b"other"), bucket.put("ones", b"other"))
+    large = [f"one.large-{number}" for number in range(3)]
+    for key in large:
+        await bucket.put(key, LARGE)
+    await bucket.delete(keys.pop(7))
+    found = [(entry.key, len(entry.value)) async for entries in bucket.scan("one.") for entry in entries]
+    assert sorted(found) == sorted([*((key, len(key)) for key in keys), *((key, len(LARGE)) for key in large)])
+    assert [entry async for entries in bucket.scan("none.") for entry in entries] == []
 
 
 async def test_a_bucket_has_what_a_replica_lacks(jetstream: JetStreamBroker, namespace: str, lagging: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import pytest
 import pytest_asyncio
@@ -42,6 +42,10 @@ class Away:
     async def entries(self, prefix: str = "") -> list[Entry]:
         self._check()
         return await self._bucket.entries(prefix)
+
+    def scan(self, prefix: str) -> AsyncGenerator[list[Entry], None]:
+        self._check()
+        return self._bucket.scan(prefix)
 
     async def put(self, key: str, value: bytes) -> int:
         self._check()

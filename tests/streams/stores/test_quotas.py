@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
 
 import pytest
+import structlog
 
-from penstock.schemas.errors import QuotaExceeded, StorageFull
+from penstock.schemas.errors import BrokerUnavailable, QuotaExceeded, StorageFull
 from penstock.schemas.openai.batches import Batch
-from penstock.streams.port import Broker
+from penstock.streams.port import Broker, Bucket, Entry
 from penstock.streams.stores.conversations import Conversation, Conversations
 from penstock.streams.stores.objects import Objects
 from penstock.streams.stores.quotas import ENTRY, FRESH, REFUSED, Quotas
@@ -161,6 +163,65 @@ async def test_what_was_let_in_takes_room_before_it_is_stored(broker: Broker, na
             await quotas.check("one", LARGE, RESPONSES)
     assert 15 <= admitted < 19
     await quotas.check("two", LARGE, RESPONSES)
+
+
+class Slow:
+    """Whose buckets are scanned only as far as the gate is open."""
+
+    def __init__(self, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gate, self.scans = asyncio.Event(), 0
+        scan = type(bucket).scan
+
+        async def slowly(bucket: Bucket, prefix: str) -> AsyncGenerator[list[Entry], None]:
+            self.scans += 1
+            await self.gate.wait()
+            async for entries in scan(bucket, prefix):
+                yield entries
+
+        monkeypatch.setattr(type(bucket), "scan", slowly)
+        monkeypatch.setattr("penstock.streams.stores.quotas.PATIENCE", 0.01)
+
+
+async def test_no_request_waits_until_very_much_is_counted(
+    broker: Broker, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await broker.ensure(*topology(namespace, ["queue"]))
+    responses = await broker.bucket(RESPONSES)
+    slow, clock = Slow(responses, monkeypatch), Clock()
+    quotas = Quotas(broker, 3 * LARGE, clock)
+    await responses.put("one.stored", bytes(LARGE))
+    for _ in range(5):
+        await quotas.check("one", 100)
+    assert slow.scans == 1, "one count at a time"
+    slow.gate.set()
+    counting = quotas._counts["one"].counting
+    assert counting is not None
+    await counting
+    stored, admitted = LARGE + ENTRY, 5 * (100 + ENTRY)
+    with pytest.raises(QuotaExceeded, match=f"^{stored + admitted:,} bytes are stored for you"):
+        await quotas.check("one", 2 * LARGE)
+    await quotas.check("one", LARGE)
+
+
+async def test_a_count_that_fails_is_told_and_begun_anew(
+    broker: Broker, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await broker.ensure(*topology(namespace, ["queue"]))
+    responses = await broker.bucket(RESPONSES)
+
+    async def fails(bucket: Bucket, prefix: str) -> AsyncGenerator[list[Entry], None]:
+        raise BrokerUnavailable("gone")
+        yield []
+
+    with monkeypatch.context() as broken, structlog.testing.capture_logs() as logs:
+        broken.setattr(type(responses), "scan", fails)
+        quotas = Quotas(broker, LARGE)
+        with pytest.raises(BrokerUnavailable, match="gone"):
+            await quotas.check("one")
+    assert [(each["event"], each["reason"]) for each in logs] == [("usage not counted", "gone")]
+    await responses.put("one.stored", bytes(LARGE))
+    with pytest.raises(QuotaExceeded):
+        await quotas.check("one")
 
 
 async def test_who_has_deleted_something_may_store_again_at_once(broker: Broker, namespace: str) -> None:
