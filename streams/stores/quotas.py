@@ -38,7 +38,8 @@ NO_SPACE = "insufficient_quota"  # error code; retrying does not help
 ENTRY = 512  # bytes charged per entry in addition to its size
 FRESH = 2.0  # seconds for which a count is valid at least
 REFUSED = 0.2  # seconds after which a refusal counts again, as files may have been deleted
-SHARE = 0.05  # largest share of time spent on counting a tenant
+SHARE = 0.05  # largest share of time spent on counting a tenant, during which the store is slower for all
+SELDOM = 0.005  # that of one who has more than half of its quota left
 PATIENCE = 1.0  # seconds that a request waits for a count
 _IN_A_ROW = 500  # entries
 
@@ -76,7 +77,8 @@ class Quotas:
         async with count.turn:
             coming += ENTRY
             for patience in (FRESH, REFUSED):
-                is_old = self._clock() - count.at > max(patience, count.took / SHARE)
+                share = SELDOM if patience is FRESH and count.held.total() < self._quota / 2 else SHARE
+                is_old = self._clock() - count.at > max(patience, count.took / share)
                 if is_old or (count.freed and patience is REFUSED):
                     await self._count(tenant, count)
                 held = count.held + Counter({bucket: coming})

@@ -111,6 +111,7 @@ async def test_a_scan_has_all_there_is_in_parts(broker: Broker) -> None:
     found = [(entry.key, len(entry.value)) async for entries in bucket.scan("one.") for entry in entries]
     assert sorted(found) == sorted([*((key, len(key)) for key in keys), *((key, len(LARGE)) for key in large)])
     assert [entry async for entries in bucket.scan("none.") for entry in entries] == []
+    assert [entry.key async for entries in bucket.scan("ones") for entry in entries] == ["ones"]
 
 
 async def test_a_bucket_has_what_a_replica_lacks(jetstream: JetStreamBroker, namespace: str, lagging: Any) -> None:

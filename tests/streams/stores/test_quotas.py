@@ -14,7 +14,7 @@ from penstock.schemas.openai.batches import Batch
 from penstock.streams.port import Broker, Bucket, Entry
 from penstock.streams.stores.conversations import Conversation, Conversations
 from penstock.streams.stores.objects import Objects
-from penstock.streams.stores.quotas import ENTRY, FRESH, REFUSED, Quotas
+from penstock.streams.stores.quotas import ENTRY, FRESH, REFUSED, SELDOM, SHARE, Quotas
 from penstock.streams.topology import BATCH_RESULTS, BATCH_STATES, FILES, OBJECT_DATA, RESPONSES, topology
 
 LARGE = 10_000
@@ -168,7 +168,7 @@ async def test_what_was_let_in_takes_room_before_it_is_stored(broker: Broker, na
 class Slow:
     """Whose buckets are scanned only as far as the gate is open."""
 
-    def __init__(self, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, patience: float) -> None:
         self.gate, self.scans = asyncio.Event(), 0
         scan = type(bucket).scan
 
@@ -179,7 +179,7 @@ class Slow:
                 yield entries
 
         monkeypatch.setattr(type(bucket), "scan", slowly)
-        monkeypatch.setattr("penstock.streams.stores.quotas.PATIENCE", 0.01)
+        monkeypatch.setattr("penstock.streams.stores.quotas.PATIENCE", patience)
 
 
 async def test_no_request_waits_until_very_much_is_counted(
@@ -187,7 +187,7 @@ async def test_no_request_waits_until_very_much_is_counted(
 ) -> None:
     await broker.ensure(*topology(namespace, ["queue"]))
     responses = await broker.bucket(RESPONSES)
-    slow, clock = Slow(responses, monkeypatch), Clock()
+    slow, clock = Slow(responses, monkeypatch, 0.01), Clock()
     quotas = Quotas(broker, 3 * LARGE, clock)
     await responses.put("one.stored", bytes(LARGE))
     for _ in range(5):
@@ -201,6 +201,29 @@ async def test_no_request_waits_until_very_much_is_counted(
     with pytest.raises(QuotaExceeded, match=f"^{stored + admitted:,} bytes are stored for you"):
         await quotas.check("one", 2 * LARGE)
     await quotas.check("one", LARGE)
+
+
+async def test_who_has_much_left_is_seldom_counted_where_that_takes_long(
+    broker: Broker, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await broker.ensure(*topology(namespace, ["queue"]))
+    responses = await broker.bucket(RESPONSES)
+    slow, clock = Slow(responses, monkeypatch, 60.0), Clock()
+    slow.gate.set()
+    quotas = Quotas(broker, 3 * LARGE, clock)
+    await quotas.check("one")
+    quotas._counts["one"].took = 8.0
+    await responses.put("one.stored", bytes(2 * LARGE))  # by another bridge
+    clock.now += 8.0 / SHARE + 1
+    await quotas.check("one")
+    assert slow.scans == 3, "the first count has scanned three buckets"
+    clock.now += 8.0 / SELDOM
+    await quotas.check("one")
+    assert slow.scans == 6
+    quotas._counts["one"].took = 8.0
+    clock.now += 8.0 / SHARE + 1
+    await quotas.check("one")
+    assert slow.scans == 9, "more than half of it is used"
 
 
 async def test_a_count_that_fails_is_told_and_begun_anew(
