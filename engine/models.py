@@ -41,7 +41,8 @@ class ModelInfo:
     `dtype` is the checkpoint's, None if its config does not say. `parameters` is None until the weight files are read.
     `slow_paths` says, for each fast path that the loaded model does not take, why not and what to do about it.
     `sees` images: with a backend that can. `chat_template` is the one of a family that is published without any.
-    A model that `ranks` scores pairs of texts, and does nothing else.
+    A model that `ranks` scores pairs of texts, and does nothing else. `most_images` are those that one request may have
+    with the backend that has loaded it, if their memory bounds them.
     """
 
     source: str
@@ -55,6 +56,7 @@ class ModelInfo:
     sees: bool = False
     chat_template: str = ""
     ranks: bool = False
+    most_images: int | None = None
 
 
 def keep(file: Path, content: bytes, most: int) -> None:

@@ -13,9 +13,10 @@ from ..checkpoints.states import kinds_of_layers, remembered
 from ..checkpoints.widths import TABLES, WIDTHS, byte_widths, gguf_widths, packed_widths, tables_in_rows
 from ..config import EngineConfig
 from ..cpu.machine import KERNEL_FLAGS, computes_bfloat16, cpu_flags
-from ..models import packed_files, read_config, read_model_info, read_quantized, read_shapes
+from ..models import packed_files, read_config, read_model_info, read_quantized, read_shapes, seeing_family
 from ..vision.families.family import family_of
 from ..vision.families.names import is_of_tower, is_unused
+from ..vision.families.writing import side_of
 from .discovery import files_for, find_backend
 
 _LOADING = 1.5  # peak memory over the weights' size, while they are packed
@@ -57,6 +58,7 @@ class ModelFiles(NamedTuple):
     mutual: int  # tokens of an image that one step computes, however few it computes of text
     unused: int  # numbers that are dropped once they are loaded
     tables: int  # numbers of embeddings other than the first
+    crosses: bool  # some layers attend to images
 
     @classmethod
     def of(cls, config: EngineConfig) -> Self:
@@ -94,6 +96,7 @@ class ModelFiles(NamedTuple):
             mutual=family.mutual(whole) if family else 0,
             tables=sum(size for name, size in sizes.items() if name.endswith(_TABLE)),
             unused=sum(size for name, size in sizes.items() if is_unused(name)) if family and is_paged else 0,
+            crosses=is_paged and (seeing := seeing_family(path, whole)) is not None and seeing.crosses,
         )
 
     @property
@@ -183,6 +186,17 @@ class ModelFiles(NamedTuple):
             attending, pairs, head = 1, 1, 8
         seen = (attending - slides) * tokens + slides * min(tokens, (window or 0) + max(step, self.mutual))
         return int(2 * pairs * head * self.number * seen)
+
+    def image(self) -> int:
+        """Bytes of what the layers that attend to images read of one; 0 if none do."""
+        given, tower = self.settings, self.config.get("vision_config") or {}
+        if not self.crosses:
+            return 0
+        heads = given.get("num_attention_heads", 32)
+        numbers = 2 * given.get("num_key_value_heads", 8) * given.get("hidden_size", 4096) // heads
+        patches = (side_of(tower.get("image_size", 448)) // side_of(tower.get("patch_size", 14))) ** 2 + 1
+        layers = len(given.get("cross_attention_layers") or ())
+        return int(layers * numbers * tower.get("max_num_tiles", 4) * patches * self.number)
 
     def states(self) -> int:
         """Bytes of the running states that are kept for one sequence, in all layers; 0 if the model keeps none."""

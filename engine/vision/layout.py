@@ -15,6 +15,7 @@ computed like such an image, and its keys and values are those of no other promp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from typing import NamedTuple, Self
 
@@ -27,16 +28,19 @@ from .families.canvas import Canvas
 from .images import Key, PromptImage
 
 Ints = NDArray[np.int64]
+_EVER = 1 << 62  # tokens
 
 
 class Placed(NamedTuple):
     """The part of an image that some tokens show: `rows` are their indices, the first of which shows the image's token
-    number `first`."""
+    number `first`. Of an image that layers attend to they show nothing, but read so many of its `tiles`, and 0 before
+    the first image of their prompt."""
 
     image: PromptImage
     key: Key
     first: int
     rows: Ints
+    tiles: int = 0
 
 
 class Placement(NamedTuple):
@@ -135,6 +139,37 @@ class ImageLayout:
             if first < last:
                 found.append(Placed(image, key, int(first), tokens[first:last] - start))
         return tuple(found)
+
+
+class CrossLayout(ImageLayout):
+    """The layout of a prompt with images that some layers attend to, from all of its tokens on.
+
+    A token stands for an image; it and those behind it read the image, up to the next one. Images in a row are read
+    together from the last of them on. Those before the first image read all of them: so the keys and values of each
+    token are those of all of the prompt's images, and of no others.
+    """
+
+    def __init__(self, request: EngineRequest) -> None:
+        images = sorted(request.images, key=lambda image: image.offset)
+        whole = tuple(replace(image, offset=0, length=_EVER) for image in images)
+        identity = blake2b(b"".join(image.identity for image in images), digest_size=16).digest()
+        super().__init__(request.cache_salt, whole, [], None, identity=identity)
+        self._spans: list[tuple[int, range]] = [(0, range(len(images)))]  # where each begins, and the images it reads
+        for index, image in enumerate(images):
+            follows = index > 0 and images[index - 1].offset == image.offset - 1
+            first = self._spans[-1][1].start if follows else index
+            self._spans.append((image.offset, range(first, index + 1)))
+
+    def place(self, start: int, end: int) -> Placement:
+        ends = [begin for begin, _ in self._spans[1:]] + [end]
+        placed = []
+        for number, ((begin, images), stop) in enumerate(zip(self._spans, ends, strict=True)):
+            first, last = max(begin, start), min(stop, end)
+            if first < last:
+                rows = np.arange(first, last) - start
+                for key, image in (self.keyed[index] for index in images):
+                    placed.append(Placed(image, key, 0, rows, image.grid[0] if number else 0))
+        return Placement(0, tuple(placed))
 
 
 def _ends(count: int, tokens: Sequence[Ints]) -> Ints:

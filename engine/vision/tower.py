@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.backends import cudnn
 
-from ...schemas.errors import ModelLoadError
 from ..request import EngineRequest
 from .blocks import Blocks, blocks_of
 from .bodies import seeing_body
 from .embeddings import further_embeddings, replaced_tokens
-from .families.names import EMBEDDING, SCALING, UNUSED, is_of_tower, language_model_of
+from .families.names import SCALING, is_of_tower
 from .features import ORDER, arranged, passes, stacked
 from .images import Key, PromptImage
 from .layout import ImageLayout, Placed
@@ -172,18 +171,28 @@ class Vision:
         """What the tokens of a step see, by their rows in it; None if there is no image."""
         if not placed:
             return None
-        features: dict[Key, Tensor] = {}
-        for one in placed:
-            if one.key in self._cache:
-                self._cache.move_to_end(one.key)
-                features[one.key] = self._cache[one.key]
-        for one in placed:  # only now: a new one may push out what is kept
-            if one.key not in features:
-                features[one.key] = self._features(one)
+        features = self._gather(placed)
         parts = [features[one.key][:, one.first : one.first + len(one.rows)] for one in placed]
         rows = torch.from_numpy(np.concatenate([one.rows for one in placed])).to(device)
         seen, *deep = torch.cat(parts, dim=1).unbind(0)
         return Seen(rows, seen, dict(zip(self.processor.deep or range(1, len(deep) + 1), deep, strict=True)))
+
+    def _gather(self, placed: Sequence[Placed]) -> dict[Key, Tensor]:
+        """What `encode` has made of these images."""
+        found: dict[Key, Tensor] = {}
+        for one in placed:
+            if one.key in self._cache:
+                self._cache.move_to_end(one.key)
+                found[one.key] = self._cache[one.key]
+        for one in placed:  # only now: a new one may push out what is kept
+            if one.key not in found:
+                found[one.key] = self._features(one)
+        return found
+
+    def reserve(self, memory: int, rows: int) -> int:
+        """How many of `memory` bytes are left for keys and values of tokens, beside what `rows` requests need of
+        images. Raises `ConfigurationError`."""
+        return memory
 
     def probe(self, ids: Sequence[int], logits: Callable[[Tensor], Tensor]) -> Probe:
         """A picture between some text of `ids`, and what transformers' own code, attention included, makes of it."""
@@ -265,7 +274,10 @@ class Vision:
     def _pass(self, inputs: dict[str, Tensor]) -> Tensor:
         is_cuda = self._device.type == "cuda"  # whose convolutions of float32 have ten bits by default
         with cudnn.flags(enabled=True, allow_tf32=False) if is_cuda else nullcontext():
-            return stacked(self._body.get_image_features(**inputs, return_dict=True))
+            return self._shown(inputs)
+
+    def _shown(self, inputs: dict[str, Tensor]) -> Tensor:
+        return stacked(self._body.get_image_features(**inputs, return_dict=True))
 
     @contextmanager
     def _noting(self) -> Iterator[list[Tensor]]:
@@ -327,20 +339,3 @@ class Vision:
         self._used += found.nbytes
         while self._used > self._cache_bytes and len(self._cache) > 1:
             self._used -= self._cache.popitem(last=False)[1].nbytes
-
-
-def split(model: Any, processor: VisionProcessor) -> LanguageModel:
-    """The language model of a model of transformers that sees images, with its `Vision`. Raises `ModelLoadError`."""
-    body = seeing_body(model)
-    text = language_model_of(body)
-    head = model.get_output_embeddings()
-    for name in UNUSED - EMBEDDING.get(model.config.model_type, set()):
-        if hasattr(body, name):
-            setattr(body, name, None)
-    if text is None or head is None or not hasattr(body, "get_image_features"):
-        raise ModelLoadError(f"{type(model).__name__} has no language model of its own; it cannot be served")
-    if processor.is_prefix:
-        for module in text.modules():
-            if hasattr(module, "is_causal"):
-                module.is_causal = True  # but for the ends that a prompt's layout gives
-    return LanguageModel(model, text, head, Vision(model, text, processor))

@@ -239,6 +239,27 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "Llama4ImageProcessor", "size": {"height": 32, "width": 32}, "max_patches": 4},
     ),
+    "mllama": (  # two of whose layers attend to images
+        ["<|image|>"],
+        {
+            "text_config": _TEXT
+            | {"num_hidden_layers": 5, "cross_attention_layers": [1, 3], "rope_parameters": {"rope_theta": 10_000.0}}
+            | {"bos_token_id": 1},
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 3,
+                "num_global_layers": 2,
+                "attention_heads": 2,
+                "image_size": 32,
+                "patch_size": 8,
+                "vision_output_dim": 96,
+                "intermediate_layers_indices": [0, 2],
+                "initializer_range": 0.3,
+            },
+        },
+        {"image_processor_type": "MllamaImageProcessor", "size": {"height": 32, "width": 32}, "max_image_tiles": 4},
+    ),
     "fast_vlm": (  # whose tower has convolutions
         ["<image>"],
         {
@@ -989,6 +1010,7 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
         "llama4",
         "fast_vlm",
         "aria",
+        "mllama",
     ):
         own = {"image_token_index": ids[0]}
     text = settings["text_config"] | {"eos_token_id": end, "pad_token_id": end}
@@ -1000,6 +1022,8 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
         for name, parameter in model.named_parameters():  # towers begin with small numbers, which make images alike
             if parameter.ndim > 1 and parameter.std() < 0.1:
                 torch.nn.init.normal_(parameter, std=0.1)
+            if name.endswith(("_gate", ".gate", "gate_attn", "gate_ffn")):  # Llama's, likewise
+                parameter.data.fill_(0.7)
             if name.endswith("_alpha"):  # DeepSeek-VL's, likewise
                 parameter.data.fill_(0.7)
             if name.endswith((".gamma", ".gamma_1", ".gamma_2")):  # which begin as if blocks were not there

@@ -6,6 +6,7 @@ from .anyres import NEXT_SIZES, ONEVISION_SIZES, granite4_layers, write_granite4
 from .bounds import bounds, budget, frame_bounds
 from .canvas import Canvas
 from .covering import CoveringProcessor, write_covering
+from .crossing import num_tiles, write_crossed
 from .fitting import FittingProcessor, rows_and_columns_of_tiles, write_fitting
 from .form import PROCESSORS, Family
 from .merging import MergingProcessor
@@ -190,6 +191,13 @@ FAMILIES: dict[str, Family] = {
         prepares=FittingProcessor,
         narrows=True,
         mark="<|image|>",
+    ),
+    "mllama": Family(
+        num_tiles,
+        write_crossed,
+        blocks=("vision_model.transformer.layers+vision_model.global_transformer.layers",),
+        may_be_blind=True,
+        crosses=True,
     ),
     "perception_lm": Family(
         tiles_and_side,

@@ -62,3 +62,4 @@ class Family(NamedTuple):
     """How many tokens of an image, in a row, see each other in both directions; 0 if they are causal like others."""
     in_windows: bool = False  # they do so in layers with a window alone
     is_prefix: bool = False  # all tokens of a prompt with images see each other
+    crosses: bool = False  # some layers attend to the images, each of which has one token

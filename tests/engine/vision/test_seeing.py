@@ -38,6 +38,7 @@ Start = Callable[..., InferenceEngine]
 ConfigOf = Callable[..., EngineConfig]
 Truth = Callable[..., tuple[list[EngineRequest], list[Tokens]]]
 UNCOMPILED = {
+    "mllama": "MllamaForConditionalGeneration",
     "gemma3n": "Gemma3nForConditionalGeneration",
     "hyperclovax_vision_v2": "HyperCLOVAXVisionV2ForConditionalGeneration",
     "lfm3_vl": "Lfm3VlForConditionalGeneration",
@@ -236,6 +237,8 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("fast_vlm", {}),
         ("granite4_vision", {}),
         ("granite4_vision", {"quantization": "int4"}),
+        ("mllama", {}),
+        ("mllama", {"quantization": "int8"}),
     ],
 )
 def test_other_numbers_see_as_well(family: str, changes: dict[str, Any], start: Start) -> None:
