@@ -68,7 +68,7 @@ class ModelFiles(NamedTuple):
         whole = read_config(path)
         settings = whole.get("text_config", whole)
         name = config.dtype if config.dtype != "auto" else str(settings.get("dtype") or settings.get("torch_dtype"))
-        width = settings.get("hidden_size") or settings.get("n_embd") or 0
+        width = width_of(settings) or 0
         sizes, quantized = {own: prod(shape) for own, shape in read_shapes(path).items()}, read_quantized(path)
         head = sum(size for name, size in sizes.items() if name.endswith(_HEADS))
         inputs = [size for name, size in sizes.items() if {*name.split(".")} & PRECISE and not is_of_tower(name)]
@@ -168,8 +168,8 @@ class ModelFiles(NamedTuple):
         For some architectures an overestimate, which is harmless.
         """
         given = self.settings
-        heads = given.get("num_attention_heads") or given.get("n_head") or 1
-        width = given.get("hidden_size") or given.get("n_embd") or 1
+        heads = given.get("num_attention_heads") or given.get("n_head") or given.get("n_heads") or 1
+        width = width_of(given) or 1
         pairs = given.get("num_key_value_heads") or given.get("num_kv_heads") or heads
         if given.get("multi_query") and not given.get("new_decoder_architecture"):
             pairs = 1
@@ -179,6 +179,10 @@ class ModelFiles(NamedTuple):
             key = given.get("qk_nope_head_dim", 0) + given.get("qk_rope_head_dim", 0)
             key += -(-given.get("index_head_dim", 0) // heads)  # what tokens are chosen by lies behind all heads' keys
             head = max(key, given.get("v_head_dim", 0))
+        if given.get("model_type") in ("bloom", "mpt"):  # biases by position are further numbers of keys
+            head += 3
+        elif given.get("alibi"):
+            head += heads // pairs + 1
         kinds, window = given.get("layer_types") or (), given.get("sliding_window")
         slides = sum(kind == "sliding_attention" for kind in kinds) if window else 0
         attending, _ = kinds_of_layers(given)
@@ -203,3 +207,9 @@ class ModelFiles(NamedTuple):
         _, layers = kinds_of_layers(self.settings)
         inputs, numbers = remembered(self.settings)
         return int(STATES * layers * (inputs * self.number + numbers * _BYTES["float32"]))
+
+
+def width_of(settings: Mapping[str, Any]) -> int | None:
+    """The numbers between layers, as a config.json has them."""
+    names = "hidden_size", "n_embd", "n_embed", "d_model"
+    return next((settings[name] for name in names if settings.get(name)), None)
