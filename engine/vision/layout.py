@@ -34,13 +34,19 @@ _EVER = 1 << 62  # tokens
 class Placed(NamedTuple):
     """The part of an image that some tokens show: `rows` are their indices, the first of which shows the image's token
     number `first`. Of an image that layers attend to they show nothing, but read so many of its `tiles`, and 0 before
-    the first image of their prompt."""
+    the first image of their prompt. `around` are the indices of tokens that begin and end it and pass the same experts,
+    in models where text passes others."""
 
     image: PromptImage
     key: Key
     first: int
     rows: Ints
     tiles: int = 0
+    around: Ints = np.empty(0, np.int64)
+
+    def behind(self, count: int) -> Self:
+        """The same, behind `count` other tokens."""
+        return self._replace(rows=self.rows + count, around=self.around + count)
 
 
 class Placement(NamedTuple):
@@ -65,11 +71,13 @@ class ImageLayout:
         positions: Ints | None,
         ends: Ints | None = None,
         identity: bytes = b"",
+        around: Sequence[Ints] = (),
     ) -> None:
         self.identity = identity  # of the prompt, where each of its keys and values depends on all of it
         self.keyed = [((owner, image.identity), image) for image in images]
         self.num_encoded = 0  # parts of its images that passed the tower since it waits for them; set by `Pictures`
         self._tokens, self._positions, self._ends = tokens, positions, ends
+        self._around = around or [np.empty(0, np.int64)] * len(tokens)
         self._shift = 0 if positions is None else int(positions.max()) + 1 - positions.shape[1]
 
     @classmethod
@@ -83,10 +91,12 @@ class ImageLayout:
         marks: Sequence[int] = (),
         is_prefix: bool = False,
         axes: int = 0,
+        apart: Sequence[int] = (),
     ) -> Self:
         """The layout of a request's prompt; `merge`, `canvas` and `axes` are those of the model's `Family`. Where it
         `is_mutual`, the tokens of an image that follow one another see each other; with `is_prefix` all of the
-        prompt's do. `marks` are further tokens that show something."""
+        prompt's do. `marks` are further tokens that show something, `apart` those of which some begin and end an image
+        and pass its experts."""
         ids = np.array(request.prompt, np.int64)
         shows = np.isin(ids, (image_token, *marks))
         tokens = [image.offset + np.flatnonzero(shows[image.offset : image.end]) for image in request.images]
@@ -99,7 +109,9 @@ class ImageLayout:
             positions = canvas_positions(ids, image_token, sizes, canvas)
         ends = _ends(len(ids), [np.arange(len(ids))] if is_prefix else tokens) if is_mutual else None
         identity = blake2b(ids.tobytes(), digest_size=16).digest() if is_prefix else b""
-        return cls(request.cache_salt, request.images, tokens, positions, ends, identity)
+        nears = [[image.offset - 1, image.end] for image in request.images] if apart else []
+        around = [np.array([at for at in near if 0 <= at < len(ids) and ids[at] in apart], np.int64) for near in nears]
+        return cls(request.cache_salt, request.images, tokens, positions, ends, identity, around)
 
     def place(self, start: int, end: int) -> Placement:
         """What the tokens from `start` to `end` see."""
@@ -134,10 +146,11 @@ class ImageLayout:
 
     def _placed(self, start: int, end: int) -> tuple[Placed, ...]:
         found = []
-        for (key, image), tokens in zip(self.keyed, self._tokens, strict=True):
+        for (key, image), tokens, around in zip(self.keyed, self._tokens, self._around, strict=True):
             first, last = np.searchsorted(tokens, (start, end))
-            if first < last:
-                found.append(Placed(image, key, int(first), tokens[first:last] - start))
+            near = around[(around >= start) & (around < end)]
+            if first < last or len(near):
+                found.append(Placed(image, key, int(first), tokens[first:last] - start, 0, near - start))
         return tuple(found)
 
 

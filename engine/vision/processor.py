@@ -71,7 +71,7 @@ class VisionProcessor:
         self.canvas = None if family.canvas is None else family.canvas(config)
         self.is_rigid, self.tiles, self.blocks = family.is_rigid, family.tiles, family.blocks
         self.narrows, self.crops, self.is_prefix = family.narrows, family.crops, family.is_prefix
-        self.crosses = family.crosses
+        self.crosses, self.apart = family.crosses, tuple(family.apart(config))
 
     @classmethod
     def of(cls, path: Path) -> Self | None:

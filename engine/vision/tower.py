@@ -22,7 +22,7 @@ from torch.backends import cudnn
 from ..request import EngineRequest
 from .blocks import Blocks, blocks_of
 from .bodies import seeing_body
-from .embeddings import further_embeddings, replaced_tokens
+from .embeddings import APART, further_embeddings, replaced_tokens
 from .families.names import SCALING, is_of_tower
 from .features import ORDER, arranged, passes, stacked
 from .images import Key, PromptImage
@@ -41,11 +41,12 @@ _LARGE_BUDGET = 2e12
 
 class Seen(NamedTuple):
     """What the tokens `rows` [K] of a step see instead of their embeddings: `features` [K, E], and by the number of a
-    layer what is added before it, `deep` [K, E] each."""
+    layer what is added before it, `deep` [K, E] each. Those `apart` pass experts of their own, if there are some."""
 
     rows: Tensor
     features: Tensor
     deep: Mapping[int, Tensor] = MappingProxyType({})
+    apart: Tensor | None = None
 
 
 class Logits(NamedTuple):
@@ -109,6 +110,8 @@ class LanguageModel(nn.Module):
             more["per_layer_inputs"] = self.model.get_per_layer_inputs(input_ids)
         if seen is not None:
             embedded = embedded.index_copy(1, seen.rows, seen.features.to(embedded.dtype)[None])
+            if seen.apart is not None:
+                more[APART] = torch.zeros_like(input_ids).index_fill(1, seen.apart, 1)
             if seen.deep:
                 mask = torch.zeros_like(input_ids, dtype=torch.bool).index_fill(1, seen.rows, True)
                 order = seen.rows.argsort()  # a mask has its rows in order
@@ -163,19 +166,23 @@ class Vision:
             return None
         known = self.processor
         first, *marks = known.shown
-        return ImageLayout.of(
-            request, first, known.merge, known.mutual > 0, known.canvas, marks, known.is_prefix, known.axes
-        )
+        how = known.merge, known.mutual > 0, known.canvas, marks, known.is_prefix, known.axes, known.apart
+        return ImageLayout.of(request, first, *how)
 
     def see(self, placed: Sequence[Placed], device: torch.device) -> Seen | None:
         """What the tokens of a step see, by their rows in it; None if there is no image."""
         if not placed:
             return None
-        features = self._gather(placed)
-        parts = [features[one.key][:, one.first : one.first + len(one.rows)] for one in placed]
+        shown = [one for one in placed if len(one.rows)]
+        features = self._gather(shown)
+        parts = [features[one.key][:, one.first : one.first + len(one.rows)] for one in shown]
         rows = torch.from_numpy(np.concatenate([one.rows for one in placed])).to(device)
-        seen, *deep = torch.cat(parts, dim=1).unbind(0)
-        return Seen(rows, seen, dict(zip(self.processor.deep or range(1, len(deep) + 1), deep, strict=True)))
+        nothing = torch.zeros((1, 0, self._text.config.hidden_size), device=device)
+        seen, *deep = (torch.cat(parts, dim=1) if parts else nothing).unbind(0)
+        apart = None
+        if self.processor.apart:
+            apart = torch.cat((rows, torch.from_numpy(np.concatenate([one.around for one in placed])).to(device)))
+        return Seen(rows, seen, dict(zip(self.processor.deep or range(1, len(deep) + 1), deep, strict=True)), apart)
 
     def _gather(self, placed: Sequence[Placed]) -> dict[Key, Tensor]:
         """What `encode` has made of these images."""
@@ -208,6 +215,8 @@ class Vision:
             tokens = torch.tensor([whole], device=self._device)
             named = self.processor.types
             types = {named: self.processor.type_ids(tokens)} if named else {}
+            if self.processor.apart:
+                types[APART] = self.processor.type_ids(tokens)
             features: Tensor | None = None
             if self.processor.is_rigid and self._body.dtype != torch.float32:
                 embedded = self._text.get_input_embeddings()(tokens)

@@ -730,6 +730,20 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "Glm46VImageProcessor", "size": _GLM_SIZE},
     ),
+    "ernie4_5_vl_moe": (  # whose tokens in and around images pass experts of their own
+        ["<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>"],
+        {
+            "text_config": _TEXT
+            | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": [64, 32], "moe_num_shared_experts": 1}
+            | {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [3, 3, 2]}},
+            "vision_config": _QWEN | {"depth": 3, "intermediate_size": 64},
+            "tie_word_embeddings": False,
+        },
+        {
+            "image_processor_type": "Ernie4_5_VLMoeImageProcessor",
+            "size": {"shortest_edge": 56 * 56, "longest_edge": 112 * 112},
+        },
+    ),
     "exaone4_5": (
         ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
         {
@@ -990,6 +1004,11 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
         own |= {"boi_token_index": ids[1], "eoi_token_index": ids[2]}
     if family in ("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "glmga"):
         own |= {"image_start_token_id": ids[1], "image_end_token_id": ids[2], "video_token_id": ids[3]}
+    if family == "ernie4_5_vl_moe":
+        own |= {"image_start_token_id": ids[1], "image_end_token_id": ids[2]}
+        own |= {"video_token_id": 637, "video_start_token_id": 638, "video_end_token_id": 639}
+        written = "".join(marks[index] for index in (1, 0, 2))
+        tokenizer.chat_template = _TEMPLATE.replace("MARK", written)
     if family == "kimi_k25":
         own |= {"video_token_id": 639}
     if family == "perception_lm":

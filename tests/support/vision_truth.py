@@ -45,6 +45,9 @@ def _inputs(request: EngineRequest, processor: VisionProcessor, family: str) -> 
     inputs = _joined(request, processor, family) if request.images else {}
     if request.images and processor.types:
         inputs[processor.types] = processor.type_ids(ids)
+        if family == "ernie4_5_vl_moe":  # the tokens around images have the ids behind theirs
+            apart = (ids >= processor.image_token) & (ids <= processor.image_token + 2)
+            inputs["moe_mm_token_type_ids"] = apart.int()
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **inputs}
 
 

@@ -323,6 +323,11 @@ FAMILIES: dict[str, Family] = {
     "glm46v": _GLM,
     "glm_ocr": _GLM,
     "glmga": _GLM,
+    "ernie4_5_vl_moe": _QWEN._replace(
+        blocks=("vision_tower.blocks",),
+        may_be_blind=True,
+        apart=lambda config: (config.get("image_start_token_id", 101_304), config.get("image_end_token_id", 101_305)),
+    ),
     "exaone4_5": _PLAIN,
     "hyperclovax_vision_v2": _PLAIN._replace(blocks=("vision_model.blocks",), may_be_blind=True),
     "paddleocr_vl": _QWEN._replace(blocks=("visual.vision_model.encoder.layers",)),

@@ -52,7 +52,9 @@ class Family(NamedTuple):
     join: Callable[[str], str] = str  # makes the text of a prompt of what has been written into it
     template: str = ""  # the chat template of models that are published without one
 
-    # Attention and positions.
+    # Layers, attention and positions.
+    apart: Callable[[Config], Sequence[int]] = lambda _: ()
+    """The tokens that begin and end images, where these and image tokens pass experts of their own."""
     merge: Callable[[Config], int] = lambda _: 0
     """The side of the square of patches that make a token, for positions in three dimensions; 0 for plain ones."""
     axes: Callable[[Config], int] = lambda _: 0
