@@ -393,6 +393,19 @@ def _paddle_tensors(name: str, values: Array, config: Config) -> Named:
     yield from _minicpm_tensors(name, values, config)
 
 
+def _janus(config: Config, processor: Config) -> dict[str, Any]:
+    return {"clip.use_gelu": True, "clip.vision.attention.layer_norm_epsilon": 1e-6}
+
+
+def _janus_tensors(name: str, values: Array, config: Config) -> Named:
+    name = name.removeprefix("model.")
+    if name.startswith("aligner."):
+        part, _, last = name.removeprefix("aligner.").rpartition(".")
+        yield f"mm.{0 if part == 'fc1' else int(part.rpartition('.')[2]) + 1}.{last}", values
+    elif name.startswith("vision_model."):
+        yield from _named(f"model.{name}", values, config)
+
+
 def _gemma3(config: Config, processor: Config) -> dict[str, Any]:
     tower = config["vision_config"]
     scale = int(tower["image_size"] // tower["patch_size"] // config["mm_tokens_per_image"] ** 0.5)
@@ -520,6 +533,7 @@ KINDS = {
         {"attention.layer_norm_rms_epsilon": 1e-5, "shortconv.l_cache": 3},
     ),
     "minicpmv4_6": Kind("qwen35", "minicpmv4_6", _minicpm, _minicpm_tensors, _DELTA_NETS),
+    "janus": Kind("llama", "janus_pro", _janus, _janus_tensors),
     "paddleocr_vl": Kind("paddleocr", "paddleocr", _paddle, _paddle_tensors, _SECTIONS),
     "mistral3": Kind("llama", "pixtral", _mistral3, _mistral3_tensors),
     "ministral3": Kind("mistral3", "pixtral", _mistral3, _mistral3_tensors, _YARN),
