@@ -55,6 +55,12 @@ def check_images(request: EngineRequest, backend: Backend) -> None:
             code="too_many_images",
             param="messages",
         )
+    if backend.info.image_token is not None and request.params.prompt_logprobs is not None:
+        raise InvalidRequest(
+            f"{backend.info.source} has no scores for the tokens of images; leave prompt_logprobs out, or the images",
+            code="unsupported_parameter",
+            param="prompt_logprobs",
+        )
     end = 0
     for image in request.images:
         if not end <= image.offset < image.end <= len(request.prompt):

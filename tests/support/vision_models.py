@@ -244,7 +244,7 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         {
             "text_config": _TEXT
             | {"num_hidden_layers": 5, "cross_attention_layers": [1, 3], "rope_parameters": {"rope_theta": 10_000.0}}
-            | {"bos_token_id": 1},
+            | {"bos_token_id": 1, "vocab_size": 512},  # behind which the image token lies
             "vision_config": {
                 "hidden_size": 32,
                 "intermediate_size": 64,

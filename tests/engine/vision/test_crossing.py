@@ -19,6 +19,7 @@ from penstock.engine.choice import Choice
 from penstock.engine.paged.backend import PagedBackend
 from penstock.engine.planning.model_files import ModelFiles
 from penstock.schemas.errors import ConfigurationError, InvalidRequest
+from penstock.schemas.params import Grammar
 
 GREEDY = GenerationParams(temperature=0, max_tokens=20, ignore_eos=True)
 IMAGE = 2 * 2 * 2 * 16 * 4 * 17 * 4  # bytes: two layers, keys and values, two heads of 16 numbers, four tiles of 17
@@ -135,6 +136,19 @@ def test_more_images_than_there_is_room_for_are_refused(directory: Path) -> None
         assert engine.generate(same, GREEDY).token_ids, "the same image counts once"
     with pytest.raises(ConfigurationError, match=f"one image takes {IMAGE} bytes.*set at least {2 * IMAGE}"):
         PagedBackend(config(directory, kv_cache_memory=ByteSize(IMAGE)))
+
+
+def test_the_image_token_lies_behind_the_vocabulary(engine: InferenceEngine) -> None:
+    """What looks at the tokens of a prompt leaves it out, and what would score it is refused."""
+    prompt = ImageText("A <|image|> is worth words.", (picture(),))
+    (request,) = requests_of(engine, [prompt], GREEDY)
+    assert max(request.prompt) == engine.model_info().vocabulary_size
+    penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5, "logprobs": 2}
+    assert engine.generate(prompt, GREEDY.model_copy(update=penalties)).token_ids
+    grammar = GenerationParams(temperature=0, max_tokens=12, grammar=Grammar(kind="regex", text="[a-c]+"))
+    assert {*engine.generate(prompt, grammar).text} <= {*"abc"}
+    with pytest.raises(InvalidRequest, match="has no scores for the tokens of images; leave prompt_logprobs out"):
+        engine.generate(prompt, GREEDY.model_copy(update={"prompt_logprobs": 1}))
 
 
 def test_the_files_say_what_an_image_takes(directory: Path) -> None:
