@@ -47,6 +47,7 @@ NUM_PRODUCTS = {
     "minicpmv4_7": 2 * 8 + 7 + 1,
     "qwen3_5": 2 * 8 + 7 + 1,
     "glm4v": 3 * 6 + 1,
+    "mllama": 5 * 7 + 1,
 }
 
 Answers = list[tuple[int, ...]]
