@@ -128,6 +128,8 @@ _GEMMA4_PROCESSOR = {
     "max_soft_tokens": 70,
 }
 
+_PLACE = "<\uff5chy_place\u2581holder\u2581no\u2581{}\uff5c>"  # HunyuanVL's marks
+
 _MINICPM: tuple[
     list[str], dict[str, Any], dict[str, Any]
 ] = (  # larger images become slices behind the whole; the tower merges windows on its way
@@ -316,7 +318,7 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         {"image_processor_type": "AriaImageProcessor", "max_image_size": 490, "min_image_size": 70},
     ),
     "hunyuan_vl": (  # whose images have numbers among the positions of their tokens, which have four
-        ["<image>", "<im_start>", "<im_end>"],
+        [_PLACE.format(number) for number in (102, 100, 101)],
         {
             "text_config": _TEXT
             | {"model_type": "hunyuan_vl_text", "head_dim": 16}
@@ -977,7 +979,7 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
     if family == "llama4":
         written = marks[-1]
     if family == "hunyuan_vl":
-        written = "<im_start><image><im_end>"
+        written = "".join(marks[index] for index in (1, 0, 2))
     tokenizer.chat_template = _TEMPLATE.replace("MARK", written)
     end = tokenizer.eos_token_id
     ids = tokenizer.convert_tokens_to_ids(marks)

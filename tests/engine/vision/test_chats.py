@@ -56,7 +56,9 @@ TOLD: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         "HunYuanVLProcessor",
         {},
         {
-            **{"image_token": "<image>", "image_start_token": "<im_start>", "image_end_token": "<im_end>"},
+            "image_token": "<\uff5chy_place\u2581holder\u2581no\u2581102\uff5c>",
+            "image_start_token": "<\uff5chy_place\u2581holder\u2581no\u2581100\uff5c>",
+            "image_end_token": "<\uff5chy_place\u2581holder\u2581no\u2581101\uff5c>",
             **{"pad_token": "<|endoftext|>"},
         },
     ),
