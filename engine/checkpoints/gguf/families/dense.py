@@ -33,7 +33,8 @@ _STABLELM = {"attn_q_norm": "self_attn.q_layernorm.norms.{}", "attn_k_norm": "se
 def _with_alpha(keys: Keys) -> dict[str, Any]:
     """HunyuanVL's, whose converters leave the base as it is."""
     rope = {"rope_type": "dynamic", "rope_theta": keys.find("rope.freq_base", 10_000.0)}
-    return {"rope_parameters": rope | {"alpha": keys.need("rope.scaling.alpha"), "factor": 1.0}}
+    own = {"alpha": keys.need("rope.scaling.alpha"), "factor": keys.find("rope.scaling.factor", 1.0)}
+    return {"rope_parameters": rope | own}
 
 
 def _mlp_bias(keys: Keys) -> dict[str, Any]:
