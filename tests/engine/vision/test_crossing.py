@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,29 @@ def test_requests_wait_for_room_for_their_images_and_for_blocks(
     assert [tuple(choice.tokens) for choice in choices[:5]] == wanted
     assert 1 <= most <= 3
     assert backend.cache_stats().num_preemptions > 0
+    backend.close()
+
+
+def test_no_more_images_are_held_than_there_is_room_for(directory: Path, engine: InferenceEngine, model: Any) -> None:
+    """Requests with one image share its room; those with others wait in line, though there are blocks for them."""
+    salts = (0, 1, 1, 2, 0, 3)
+    prompts = [ImageText(f"<|image|> {n}", (picture(salt=salt),)) for n, salt in enumerate(salts)]
+    backend = PagedBackend(config(directory, kv_cache_memory=ByteSize(8 * IMAGE), max_batch_size=6))
+    assert backend.info.most_images == 2
+    requests = requests_of(engine, prompts, GREEDY)
+    choices = [Choice(request, 0, backend.tokenizer, backend.info) for request in requests]
+    for choice in choices:
+        backend.add(choice)
+    together = set[tuple[int, ...]]()
+    assert backend.runner.vision is not None
+    while any(choice.finish is None for choice in choices):
+        wait(backend.runner.vision.pictures._begun)  # so that each run takes the same steps
+        backend.step()
+        backend.check_integrity()
+        together.add(tuple(n for n, one in enumerate(choices) if not one.is_waiting and one.finish is None))
+    assert [tuple(choice.tokens) for choice in choices] == answers(engine, model, prompts)
+    assert max(len({salts[n] for n in running}) for running in together) == 2
+    assert max(map(len, together)) == 4, "of these two each show the same image"
     backend.close()
 
 
