@@ -129,10 +129,19 @@ SHAPES: dict[str, dict[str, object]] = {
         "moe_shared_expert_intermediate_size": 64,
     },
     "bamba": _SMALL | _MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "bloom": {
+        "n_layer": 2,
+        "n_head": 3,
+        "hidden_size": 96,
+        "seq_length": CONTEXT_LENGTH,
+        "initializer_range": 0.15,
+        "tie_word_embeddings": False,
+    },
     "codegen": _OLD | {"rotary_dim": 8},
     "deepseek_v3": _SMALL | _LATENT,
     "deepseek_v32": _SMALL | _LATENT | _CHOOSING,
     "falcon": _SMALL | {"num_kv_heads": 2, "new_decoder_architecture": True},
+    "falcon_rw": _SMALL | {"model_type": "falcon", "alibi": True, "multi_query": False, "num_key_value_heads": 4},
     "falcon_mamba": _SELECTIVE,
     "falcon_h1": _SMALL
     | _MAMBA
@@ -247,6 +256,13 @@ SHAPES: dict[str, dict[str, object]] = {
         },
     },
     "mixtral": _SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "mpt": {
+        "d_model": 96,
+        "n_heads": 6,
+        "n_layers": 2,
+        "max_seq_len": CONTEXT_LENGTH,
+        "attn_config": {"clip_qkv": 2.0},
+    },
     "nemotron": _SMALL,
     "olmo2": _SMALL,
     "olmo_hybrid": _HYBRID,
@@ -270,8 +286,8 @@ def make_tiny_model(
 ) -> Path:
     """Write the model into `directory`, which is made if need be, and return it.
 
-    `shape` is a key of `SHAPES`: a model type of transformers; `sizes` change its configuration. Every sliding window
-    is 16 tokens wide. The global state of torch's random generator is left as it was.
+    `shape` is a key of `SHAPES`: a model type of transformers, mostly; `sizes` change its configuration. Every sliding
+    window is 16 tokens wide. The global state of torch's random generator is left as it was.
     """
     import torch
     import transformers
@@ -286,7 +302,7 @@ def make_tiny_model(
         settings["pad_token_id"] = None  # whose embedding would be zero: it would choose any tokens
     if "hidden_size_per_layer_input" in settings:
         settings["vocab_size_per_layer_input"] = vocabulary_size
-    config = library.AutoConfig.for_model(shape, **settings)
+    config = library.AutoConfig.for_model(settings.pop("model_type", shape), **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = library.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

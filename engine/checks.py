@@ -47,6 +47,20 @@ def check_images(request: EngineRequest, backend: Backend) -> None:
             f"{backend.info.source} takes text alone with the backend {backend.manifest.id!r}; leave the images out",
             code="unsupported_capability",
         )
+    most, count = backend.info.most_images, len({image.identity for image in request.images})
+    if most is not None and count > most:
+        raise InvalidRequest(
+            f"The request has {count} images, and a worker of {backend.info.source} has room for {most} at a time; "
+            "send fewer, or start it with a larger --kv-cache-memory.",
+            code="too_many_images",
+            param="messages",
+        )
+    if backend.info.image_token is not None and request.params.prompt_logprobs is not None:
+        raise InvalidRequest(
+            f"{backend.info.source} has no scores for the tokens of images; leave prompt_logprobs out, or the images",
+            code="unsupported_parameter",
+            param="prompt_logprobs",
+        )
     end = 0
     for image in request.images:
         if not end <= image.offset < image.end <= len(request.prompt):

@@ -37,7 +37,7 @@ from .checkpoints.packed_weights import lazy_packed_weights, packed_level_reader
 from .checkpoints.rounded import TakesLevels, attach, lazy_rounded_weights, rounded_readers, without_numbers
 from .config import EngineConfig
 from .models import packed_files, read_config, read_quantized, read_shapes
-from .vision.families.names import body_of, is_of_tower, language_model_of
+from .vision.families.names import body_of, is_of_tower, is_unused, language_model_of
 from .vision.mobilenet import provide_tower
 from .vision.timm_towers import provide_timm_towers
 
@@ -86,7 +86,7 @@ def load_causal_lm(
         keep_levels = keep_levels if config.quantization is None else None
         loaded = _load(path, config.dtype, keep_levels, sees, progress, **options)
         model: PreTrainedModel = loaded[0].to(device)
-    if missing := sorted(loaded[1]["missing_keys"]):
+    if missing := sorted(name for name in loaded[1]["missing_keys"] if not (is_gguf(path) and is_unused(name))):
         raise ModelLoadError(
             f"the weight files of {path} lack {len(missing)} tensors, such as {missing[0]}: they are another "
             "model's or incomplete; download them again"

@@ -24,6 +24,7 @@ from .checkpoints.quantized import Quantized
 from .vision.defaults import completed
 from .vision.families.family import family_of
 from .vision.families.form import PROCESSORS, Family
+from .vision.families.writing import image_token
 
 BUNDLED = "penstock-nano"  # the model that comes with the package: see deploy/nano
 _BUNDLED_AT = Path(__file__).parents[1] / "deploy" / "nano" / "model"
@@ -41,7 +42,9 @@ class ModelInfo:
     `dtype` is the checkpoint's, None if its config does not say. `parameters` is None until the weight files are read.
     `slow_paths` says, for each fast path that the loaded model does not take, why not and what to do about it.
     `sees` images: with a backend that can. `chat_template` is the one of a family that is published without any.
-    A model that `ranks` scores pairs of texts, and does nothing else.
+    A model that `ranks` scores pairs of texts, and does nothing else. `most_images` are those that one request may have
+    with the backend that has loaded it, if their memory bounds them. `image_token` is that of images where it lies
+    behind the vocabulary: prompts have it, and no answer does.
     """
 
     source: str
@@ -55,6 +58,8 @@ class ModelInfo:
     sees: bool = False
     chat_template: str = ""
     ranks: bool = False
+    most_images: int | None = None
+    image_token: int | None = None
 
 
 def keep(file: Path, content: bytes, most: int) -> None:
@@ -189,6 +194,7 @@ def read_model_info(
         sees=(family := seeing_family(path, config)) is not None,
         chat_template=family.template if family is not None else "",
         ranks=ranks(path, config),
+        image_token=image_token(config) if family is not None and family.crosses else None,
     )
 
 

@@ -76,7 +76,8 @@ def check_request(request: EngineRequest, info: ModelInfo) -> None:
         raise prompt_too_long(len(request.prompt), info.context_length, param="prompt")
     if not -(2**63) <= request.seed < 2**63:
         raise InvalidRequest(f"The seed {request.seed} does not fit into 64 bits; choose a smaller one.", param="seed")
-    check_ids(request.prompt, "prompt", info.vocabulary_size)
+    own = request.prompt if info.image_token is None else {*request.prompt} - {info.image_token}
+    check_ids(own, "prompt", info.vocabulary_size)
     check_ids(params.stop_token_ids, "stop_token_ids", info.vocabulary_size)
     check_ids(params.logit_bias, "logit_bias", info.vocabulary_size)
     check_ids(params.visible_token_ids, "visible_token_ids", info.vocabulary_size)

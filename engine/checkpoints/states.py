@@ -21,9 +21,11 @@ def remembered(given: Settings) -> tuple[int, int]:
 
 
 def kinds_of_layers(given: Settings) -> tuple[int, int]:
-    """How many layers attend, and how many keep a running state instead, or besides."""
-    layers = given.get("num_hidden_layers") or given.get("n_layer") or 1
+    """How many layers attend to tokens, and how many keep a running state instead, or besides."""
+    layers = given.get("num_hidden_layers") or given.get("n_layer") or given.get("n_layers") or 1
     kind = given.get("model_type")
+    if crossing := given.get("cross_attention_layers"):  # to images, and not to tokens
+        return layers - len(crossing), 0
     if kind in _ALONE:
         return 0, layers
     if not any(name == kind or name in given for name in _KINDS):

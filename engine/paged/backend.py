@@ -96,7 +96,7 @@ class PagedBackend:
             self._slow_paths.append(f"decoding is not compiled: {self.runner.uncompiled}")
         chunked = config.enable_chunked_prefill is not False
         chunk = config.prefill_chunk_size or max(_CHUNK.get(device.type, _LARGE_CHUNK), config.max_batch_size)
-        whole = self.runner.vision.processor.mutual if self.runner.vision is not None else 0
+        whole = vision.processor.mutual if (vision := self.runner.vision) is not None else 0
         longest = min(max(chunk, whole), info.context_length) if chunked else info.context_length
         self.slots, memory = make_room(config, self.runner)
         self._block_size = self.runner.block_size
@@ -111,7 +111,7 @@ class PagedBackend:
         )
         self.runner.allocate([group.num_blocks for group in groups])
         self.blocks = KVBlocks(self._block_size, groups, longest)
-        self._gate = PictureGate(self.runner.vision.pictures if self.runner.vision is not None else None)
+        self._gate = PictureGate(vision.pictures if vision is not None else None)
         reserved = config.reserved_batch_size
         self._scheduler = Scheduler(
             self.blocks, config.max_batch_size, chunk, chunked, reserved, slots=self.slots, gate=self._gate
@@ -133,6 +133,7 @@ class PagedBackend:
             _log.warning("%s: %s", config.model, reason)
         slow_paths = tuple(self._slow_paths)
         self._spill = open_spill(config, path, info, self.runner, self.blocks, kernels, slow_paths)
+        info = replace(info, most_images=None if vision is None else vision.pictures.most_held)
         self.info = replace(info, parameters=parameters, context_length=context, slow_paths=slow_paths)
 
     def _guessing(self, config: EngineConfig, is_quantized: bool) -> tuple[Speculation | None, str]:

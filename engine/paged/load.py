@@ -95,7 +95,7 @@ def _load_seeing(
 ) -> LanguageModel:
     """The language model of one that sees images; only its own attention is the runner's, and not the tower's."""
     from ..loading import load_causal_lm
-    from ..vision.tower import split
+    from ..vision.splitting import split
     from .attention_hook import ATTENTION
 
     loaded = load_causal_lm(config, path, architecture, device, progress, None, keep_levels=keep_levels, sees=True)

@@ -161,7 +161,7 @@ def pack(
         users=users([segment.adapter for segment in ordered], counts.tolist(), device),
         states=pack_states([segment.state for segment in ordered], counts.tolist(), num_slots, device),
         images=[
-            one._replace(rows=one.rows + begin)
+            one.behind(begin)
             for segment, begin in zip(ordered, (ends - counts).tolist(), strict=True)
             for one in segment.images
         ],

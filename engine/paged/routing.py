@@ -1,7 +1,8 @@
 """Models of transformers whose layers do not pass keywords on, or attend in their own code: made to call the runner.
 
 A table says for each architecture which modules attend, and how they are changed: some only lack the runner's
-function, some attend in a method, `_attn`, Falcon's do all in one, and some choose what they attend to.
+function, some attend in a method, `_attn`, Falcon's do all in one, as do those that add biases or choose what they
+attend to.
 Source: the modules of these names in transformers.
 """
 
@@ -13,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...schemas.errors import ModelLoadError
 from .attention import Rules
+from .biases import biased, biased_by
 from .choosing import Choice, with_parts
 
 
@@ -23,6 +24,8 @@ class Route:
 
     def __init__(self, model: nn.Module) -> None:
         self.attention: Callable[..., Tensor] | None = None
+        self.mask: Tensor | None = None  # that the model is to be given, since it needs some
+        self.positions: Tensor | None = None  # of this pass, [1, T]
         self.chosen: tuple[Tensor, Choice] | None = None  # by the last layer that has an indexer
         model.register_forward_pre_hook(self._take, with_kwargs=True)
         model.register_forward_hook(self._drop, always_call=True)
@@ -32,12 +35,18 @@ class Route:
         assert self.attention is not None
         return self.attention(index, query[0], key[0], value[0], rules, window)[None]
 
+    @property
+    def places(self) -> Tensor:
+        """The positions of this pass's tokens, [T]."""
+        assert self.positions is not None
+        return self.positions[0]
+
     def _take(self, _: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
-        self.attention = given.pop("penstock", None)
-        return args, given
+        self.attention, self.positions = given.pop("penstock", None), given.get("position_ids")
+        return args, given if self.mask is None else given | {"attention_mask": self.mask}
 
     def _drop(self, *_: Any) -> None:
-        self.attention = self.chosen = None
+        self.attention = self.positions = self.chosen = None
 
 
 def _pass_on(module: Any, route: Route) -> None:
@@ -64,10 +73,10 @@ def _attend(module: Any, route: Route) -> None:
 def _falcon(module: Any, route: Route) -> None:
     from transformers.models.falcon import modeling_falcon
 
-    rotate: Any = modeling_falcon.apply_rotary_pos_emb  # it is not typed
-    if module.config.alibi:
-        raise ModelLoadError("a Falcon with biases by position (alibi) is not supported; use --backend hf")
-    rules = Rules(module.head_dim**-0.5)
+    library: Any = modeling_falcon  # it is not typed
+    rotate, rules = library.apply_rotary_pos_emb, Rules(module.head_dim**-0.5)
+    has_biases, two = module.config.alibi, torch.ones((1, 2), dtype=torch.long)
+    slopes = library.build_alibi_tensor(two, module.num_heads, torch.bfloat16)[:, 0, 1]
 
     def forward(hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: object) -> tuple[Tensor, None]:
         query, key, value = module._split_heads(module.query_key_value(hidden_states))  # [1, T, H, D] each
@@ -75,8 +84,45 @@ def _falcon(module: Any, route: Route) -> None:
             step = module.num_heads // module.num_kv_heads
             key, value = key[:, :, ::step], value[:, :, ::step]
         query, key, value = (each.transpose(1, 2) for each in (query, key, value))
-        query, key = rotate(query, key, *position_embeddings)
+        if has_biases:  # which transformers rounds, and scales like scores
+            biases = slopes.to(query.device)[:, None] * route.places
+            query, key = biased_by(query, key, biases)
+        else:
+            query, key = rotate(query, key, *position_embeddings)
         return module.dense(route.attend(module.layer_idx, query, key, value, rules, None)), None
+
+    module.forward = forward
+
+
+def _bloom(module: Any, route: Route) -> None:
+    from transformers.models.bloom import modeling_bloom
+
+    library: Any = modeling_bloom  # it is not typed
+    rules, slopes = Rules(module.inv_norm_factor), library._get_alibi_slopes(module.num_heads, torch.device("cpu"))
+
+    def forward(hidden_states: Tensor, residual: Tensor, **_: object) -> tuple[Tensor, None]:
+        query, key, value = module._reshape(module.query_key_value(hidden_states))  # [1, H, T, D] each
+        query, key = biased(query, key, route.places, slopes.to(query.device), rules.scaling)
+        return residual + module.dense(route.attend(module.layer_idx, query, key, value, rules, None)), None
+
+    module.forward = forward
+
+
+def _mpt(module: Any, route: Route) -> None:
+    from transformers.models.mpt import modeling_mpt
+
+    library: Any = modeling_mpt  # it is not typed
+    route.mask = torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=module.out_proj.weight.device)
+    rules, slopes = Rules(module.softmax_scale), -library.build_mpt_alibi_tensor(module.n_heads, 2)[:, 0, 0]
+
+    def forward(hidden_states: Tensor, **_: object) -> tuple[Tensor, None]:
+        mixed = module.Wqkv(hidden_states)
+        if module.clip_qkv:
+            mixed = mixed.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+        shape = 3, module.n_heads, module.head_dim
+        query, key, value = mixed.view(*mixed.shape[:2], *shape).permute(2, 0, 3, 1, 4)  # [1, H, T, D] each
+        query, key = biased(query, key, route.places, slopes.to(query.device), rules.scaling)
+        return module.out_proj(route.attend(module.layer_idx, query, key, value, rules, None)), None
 
     module.forward = forward
 
@@ -128,12 +174,14 @@ class _Attending(NamedTuple):
 
 
 _ROUTED: Mapping[str, _Attending] = {
+    "BloomForCausalLM": _Attending("BloomAttention", _bloom),
     "CodeGenForCausalLM": _Attending("CodeGenAttention", _attend),
     "DeepseekV32ForCausalLM": _Attending("DeepseekV32Attention", _choosing),
     "FalconForCausalLM": _Attending("FalconAttention", _falcon),
     "GPTJForCausalLM": _Attending("GPTJAttention", _attend),
     "GPTNeoForCausalLM": _Attending("GPTNeoSelfAttention", _attend),
     "GlmMoeDsaForCausalLM": _Attending("GlmMoeDsaAttention", _choosing),
+    "MptForCausalLM": _Attending("MptAttention", _mpt),
     "NemotronForCausalLM": _Attending("NemotronAttention", _pass_on),
     "StableLmForCausalLM": _Attending("StableLmAttention", _pass_on),
 }
@@ -145,9 +193,7 @@ def is_routed(architecture: str) -> bool:
 
 
 def route(model: Any, attention: str) -> None:
-    """Let its layers call what the runner gives to its forward; `attention` is the name in transformers.
-
-    Raises `ModelLoadError`."""
+    """Let its layers call what the runner gives to its forward; `attention` is the name in transformers."""
     kind, change = _ROUTED[type(model).__name__]
     through = Route(model)
     for module in model.modules():

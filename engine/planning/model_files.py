@@ -13,9 +13,10 @@ from ..checkpoints.states import kinds_of_layers, remembered
 from ..checkpoints.widths import TABLES, WIDTHS, byte_widths, gguf_widths, packed_widths, tables_in_rows
 from ..config import EngineConfig
 from ..cpu.machine import KERNEL_FLAGS, computes_bfloat16, cpu_flags
-from ..models import packed_files, read_config, read_model_info, read_quantized, read_shapes
+from ..models import packed_files, read_config, read_model_info, read_quantized, read_shapes, seeing_family
 from ..vision.families.family import family_of
 from ..vision.families.names import is_of_tower, is_unused
+from ..vision.families.writing import side_of
 from .discovery import files_for, find_backend
 
 _LOADING = 1.5  # peak memory over the weights' size, while they are packed
@@ -57,6 +58,7 @@ class ModelFiles(NamedTuple):
     mutual: int  # tokens of an image that one step computes, however few it computes of text
     unused: int  # numbers that are dropped once they are loaded
     tables: int  # numbers of embeddings other than the first
+    crosses: bool  # some layers attend to images
 
     @classmethod
     def of(cls, config: EngineConfig) -> Self:
@@ -66,7 +68,7 @@ class ModelFiles(NamedTuple):
         whole = read_config(path)
         settings = whole.get("text_config", whole)
         name = config.dtype if config.dtype != "auto" else str(settings.get("dtype") or settings.get("torch_dtype"))
-        width = settings.get("hidden_size") or settings.get("n_embd") or 0
+        width = width_of(settings) or 0
         sizes, quantized = {own: prod(shape) for own, shape in read_shapes(path).items()}, read_quantized(path)
         head = sum(size for name, size in sizes.items() if name.endswith(_HEADS))
         inputs = [size for name, size in sizes.items() if {*name.split(".")} & PRECISE and not is_of_tower(name)]
@@ -94,6 +96,7 @@ class ModelFiles(NamedTuple):
             mutual=family.mutual(whole) if family else 0,
             tables=sum(size for name, size in sizes.items() if name.endswith(_TABLE)),
             unused=sum(size for name, size in sizes.items() if is_unused(name)) if family and is_paged else 0,
+            crosses=is_paged and (seeing := seeing_family(path, whole)) is not None and seeing.crosses,
         )
 
     @property
@@ -165,8 +168,8 @@ class ModelFiles(NamedTuple):
         For some architectures an overestimate, which is harmless.
         """
         given = self.settings
-        heads = given.get("num_attention_heads") or given.get("n_head") or 1
-        width = given.get("hidden_size") or given.get("n_embd") or 1
+        heads = given.get("num_attention_heads") or given.get("n_head") or given.get("n_heads") or 1
+        width = width_of(given) or 1
         pairs = given.get("num_key_value_heads") or given.get("num_kv_heads") or heads
         if given.get("multi_query") and not given.get("new_decoder_architecture"):
             pairs = 1
@@ -176,6 +179,10 @@ class ModelFiles(NamedTuple):
             key = given.get("qk_nope_head_dim", 0) + given.get("qk_rope_head_dim", 0)
             key += -(-given.get("index_head_dim", 0) // heads)  # what tokens are chosen by lies behind all heads' keys
             head = max(key, given.get("v_head_dim", 0))
+        if given.get("model_type") in ("bloom", "mpt"):  # biases by position are further numbers of keys
+            head += 3
+        elif given.get("alibi"):
+            head += heads // pairs + 1
         kinds, window = given.get("layer_types") or (), given.get("sliding_window")
         slides = sum(kind == "sliding_attention" for kind in kinds) if window else 0
         attending, _ = kinds_of_layers(given)
@@ -184,8 +191,25 @@ class ModelFiles(NamedTuple):
         seen = (attending - slides) * tokens + slides * min(tokens, (window or 0) + max(step, self.mutual))
         return int(2 * pairs * head * self.number * seen)
 
+    def image(self) -> int:
+        """Bytes of what the layers that attend to images read of one; 0 if none do."""
+        given, tower = self.settings, self.config.get("vision_config") or {}
+        if not self.crosses:
+            return 0
+        heads = given.get("num_attention_heads", 32)
+        numbers = 2 * given.get("num_key_value_heads", 8) * given.get("hidden_size", 4096) // heads
+        patches = (side_of(tower.get("image_size", 448)) // side_of(tower.get("patch_size", 14))) ** 2 + 1
+        layers = len(given.get("cross_attention_layers") or ())
+        return int(layers * numbers * tower.get("max_num_tiles", 4) * patches * self.number)
+
     def states(self) -> int:
         """Bytes of the running states that are kept for one sequence, in all layers; 0 if the model keeps none."""
         _, layers = kinds_of_layers(self.settings)
         inputs, numbers = remembered(self.settings)
         return int(STATES * layers * (inputs * self.number + numbers * _BYTES["float32"]))
+
+
+def width_of(settings: Mapping[str, Any]) -> int | None:
+    """The numbers between layers, as a config.json has them."""
+    names = "hidden_size", "n_embd", "n_embed", "d_model"
+    return next((settings[name] for name in names if settings.get(name)), None)

@@ -186,7 +186,7 @@ def _choose(config: EngineConfig, workers: int, device: str, found: Memory, file
     step = config.prefill_chunk_size or step
     free, weights = found.available // workers, files.weights(config, device).kept
     room = int(share * (free - weights - _PROCESS))
-    most, states = config.max_batch_size or rows, files.states()
+    most, states = config.max_batch_size or rows, files.states() + files.image()
     useful = most * (_PREFIXES * files.cache(files.context, step) + states)
     least = min(useful, max(_LEAST_CACHE, states))
     basis = Basis(free, weights, files.cache(1, step), files.context)

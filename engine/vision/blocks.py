@@ -51,8 +51,9 @@ class Blocks:
         def replace(module: nn.Module, before: nn.Module | None, is_block: bool) -> None:
             own = module.forward
 
-            def forward(hidden: Tensor, *arguments: object, **options: object) -> Tensor:
+            def forward(*arguments: Any, **options: Any) -> Tensor:
                 nonlocal spent
+                hidden: Tensor = arguments[0] if arguments else options["hidden_states"]
                 if module in made:
                     known = made[module]
                     return hidden if known is None else known
@@ -61,7 +62,7 @@ class Blocks:
                     if spent and spent + cost > budget:
                         raise _Paused
                     spent += cost
-                computed: Tensor = own(hidden, *arguments, **options)
+                computed: Tensor = own(*arguments, **options)
                 made[module] = computed
                 if before is not None and before not in self._used:
                     made[before] = None
@@ -93,6 +94,10 @@ def _used(body: Any) -> int | Sequence[int] | None:
     if (index := getattr(body, "global_attn_index", None)) is not None:  # DeepSeek-VL, whose second tower follows
         count = len(body.vision_model.encoder.layers)
         return count, count + index + 1
+    if (
+        read := getattr(getattr(body, "vision_model", None), "intermediate_layers_indices", None)
+    ) is not None:  # Llama's
+        return [range(len(body.vision_model.transformer.layers))[layer] + 1 for layer in read]
     if deep := getattr(body.config, "deepstack_layer_map", None):  # Granite 4 Vision's
         return [*(layer for layer, _ in deep), body.config.spatial_vision_layer]
     used: int | Sequence[int] | None = getattr(body.config, "vision_feature_layer", None)

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from ...schemas.errors import ModelLoadError
 
+APART = "moe_mm_token_type_ids"
+"""The name under which ERNIE 4.5 VL takes which tokens pass experts of their own."""
+
 
 class FurtherEmbeddings(NamedTuple):
     """The embeddings [K, E] of the tokens from `first` on, in place of those in the table."""

@@ -15,6 +15,7 @@ computed like such an image, and its keys and values are those of no other promp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from typing import NamedTuple, Self
 
@@ -27,16 +28,25 @@ from .families.canvas import Canvas
 from .images import Key, PromptImage
 
 Ints = NDArray[np.int64]
+_EVER = 1 << 62  # tokens
 
 
 class Placed(NamedTuple):
     """The part of an image that some tokens show: `rows` are their indices, the first of which shows the image's token
-    number `first`."""
+    number `first`. Of an image that layers attend to they show nothing, but read so many of its `tiles`, and 0 before
+    the first image of their prompt. `around` are the indices of tokens that begin and end it and pass the same experts,
+    in models where text passes others."""
 
     image: PromptImage
     key: Key
     first: int
     rows: Ints
+    tiles: int = 0
+    around: Ints = np.empty(0, np.int64)
+
+    def behind(self, count: int) -> Self:
+        """The same, behind `count` other tokens."""
+        return self._replace(rows=self.rows + count, around=self.around + count)
 
 
 class Placement(NamedTuple):
@@ -61,11 +71,13 @@ class ImageLayout:
         positions: Ints | None,
         ends: Ints | None = None,
         identity: bytes = b"",
+        around: Sequence[Ints] = (),
     ) -> None:
         self.identity = identity  # of the prompt, where each of its keys and values depends on all of it
         self.keyed = [((owner, image.identity), image) for image in images]
         self.num_encoded = 0  # parts of its images that passed the tower since it waits for them; set by `Pictures`
         self._tokens, self._positions, self._ends = tokens, positions, ends
+        self._around = around or [np.empty(0, np.int64)] * len(tokens)
         self._shift = 0 if positions is None else int(positions.max()) + 1 - positions.shape[1]
 
     @classmethod
@@ -79,10 +91,12 @@ class ImageLayout:
         marks: Sequence[int] = (),
         is_prefix: bool = False,
         axes: int = 0,
+        apart: Sequence[int] = (),
     ) -> Self:
         """The layout of a request's prompt; `merge`, `canvas` and `axes` are those of the model's `Family`. Where it
         `is_mutual`, the tokens of an image that follow one another see each other; with `is_prefix` all of the
-        prompt's do. `marks` are further tokens that show something."""
+        prompt's do. `marks` are further tokens that show something, `apart` those of which some begin and end an image
+        and pass its experts."""
         ids = np.array(request.prompt, np.int64)
         shows = np.isin(ids, (image_token, *marks))
         tokens = [image.offset + np.flatnonzero(shows[image.offset : image.end]) for image in request.images]
@@ -95,7 +109,9 @@ class ImageLayout:
             positions = canvas_positions(ids, image_token, sizes, canvas)
         ends = _ends(len(ids), [np.arange(len(ids))] if is_prefix else tokens) if is_mutual else None
         identity = blake2b(ids.tobytes(), digest_size=16).digest() if is_prefix else b""
-        return cls(request.cache_salt, request.images, tokens, positions, ends, identity)
+        nears = [[image.offset - 1, image.end] for image in request.images] if apart else []
+        around = [np.array([at for at in near if 0 <= at < len(ids) and ids[at] in apart], np.int64) for near in nears]
+        return cls(request.cache_salt, request.images, tokens, positions, ends, identity, around)
 
     def place(self, start: int, end: int) -> Placement:
         """What the tokens from `start` to `end` see."""
@@ -130,11 +146,43 @@ class ImageLayout:
 
     def _placed(self, start: int, end: int) -> tuple[Placed, ...]:
         found = []
-        for (key, image), tokens in zip(self.keyed, self._tokens, strict=True):
+        for (key, image), tokens, around in zip(self.keyed, self._tokens, self._around, strict=True):
             first, last = np.searchsorted(tokens, (start, end))
-            if first < last:
-                found.append(Placed(image, key, int(first), tokens[first:last] - start))
+            near = around[(around >= start) & (around < end)]
+            if first < last or len(near):
+                found.append(Placed(image, key, int(first), tokens[first:last] - start, 0, near - start))
         return tuple(found)
+
+
+class CrossLayout(ImageLayout):
+    """The layout of a prompt with images that some layers attend to, from all of its tokens on.
+
+    A token stands for an image; it and those behind it read the image, up to the next one. Images in a row are read
+    together from the last of them on. Those before the first image read all of them: so the keys and values of each
+    token are those of all of the prompt's images, and of no others.
+    """
+
+    def __init__(self, request: EngineRequest) -> None:
+        images = sorted(request.images, key=lambda image: image.offset)
+        whole = tuple(replace(image, offset=0, length=_EVER) for image in images)
+        identity = blake2b(b"".join(image.identity for image in images), digest_size=16).digest()
+        super().__init__(request.cache_salt, whole, [], None, identity=identity)
+        self._spans: list[tuple[int, range]] = [(0, range(len(images)))]  # where each begins, and the images it reads
+        for index, image in enumerate(images):
+            follows = index > 0 and images[index - 1].offset == image.offset - 1
+            first = self._spans[-1][1].start if follows else index
+            self._spans.append((image.offset, range(first, index + 1)))
+
+    def place(self, start: int, end: int) -> Placement:
+        ends = [begin for begin, _ in self._spans[1:]] + [end]
+        placed = []
+        for number, ((begin, images), stop) in enumerate(zip(self._spans, ends, strict=True)):
+            first, last = max(begin, start), min(stop, end)
+            if first < last:
+                rows = np.arange(first, last) - start
+                for key, image in (self.keyed[index] for index in images):
+                    placed.append(Placed(image, key, 0, rows, image.grid[0] if number else 0))
+        return Placement(0, tuple(placed))
 
 
 def _ends(count: int, tokens: Sequence[Ints]) -> Ints:

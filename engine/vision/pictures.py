@@ -95,6 +95,7 @@ class Pictures:
     ) -> None:
         """`prepare` makes the tower's inputs; `is_encoded` says whether features are kept already. `limit`: bytes."""
         self.prepare, self.encode, self.limit, self._is_encoded = prepare, encode, limit, is_encoded
+        self.most_held: int | None = None  # pictures that running prompts may need in all of their steps; None: any
         self._pictures: dict[Key, _Picture] = {}
         self._begun: list[Future[Arrays]] = []
         self._thread: Background | None = None  # set by `_begin`

@@ -44,6 +44,7 @@ _MODEL_INPUTS = (
     *("pixel_values", "pixel_attention_mask", "pixel_mask", "spatial_shapes", "target_sizes"),
     *("image_grid_thw", "image_sizes", "image_position_ids", "batch_num_images", "tile_fine_mask"),
     *("image_merge_sizes", "pixel_values_local", "num_local_patches", "high_res_pixel_values"),
+    *("aspect_ratio_ids", "aspect_ratio_mask"),
 )
 
 
@@ -70,6 +71,7 @@ class VisionProcessor:
         self.canvas = None if family.canvas is None else family.canvas(config)
         self.is_rigid, self.tiles, self.blocks = family.is_rigid, family.tiles, family.blocks
         self.narrows, self.crops, self.is_prefix = family.narrows, family.crops, family.is_prefix
+        self.crosses, self.apart = family.crosses, tuple(family.apart(config))
 
     @classmethod
     def of(cls, path: Path) -> Self | None:

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.backends import cudnn
 
-from ...schemas.errors import ModelLoadError
 from ..request import EngineRequest
 from .blocks import Blocks, blocks_of
 from .bodies import seeing_body
-from .embeddings import further_embeddings, replaced_tokens
-from .families.names import EMBEDDING, SCALING, UNUSED, is_of_tower, language_model_of
+from .embeddings import APART, further_embeddings, replaced_tokens
+from .families.names import SCALING, is_of_tower
 from .features import ORDER, arranged, passes, stacked
 from .images import Key, PromptImage
 from .layout import ImageLayout, Placed
@@ -42,11 +41,12 @@ _LARGE_BUDGET = 2e12
 
 class Seen(NamedTuple):
     """What the tokens `rows` [K] of a step see instead of their embeddings: `features` [K, E], and by the number of a
-    layer what is added before it, `deep` [K, E] each."""
+    layer what is added before it, `deep` [K, E] each. Those `apart` pass experts of their own, if there are some."""
 
     rows: Tensor
     features: Tensor
     deep: Mapping[int, Tensor] = MappingProxyType({})
+    apart: Tensor | None = None
 
 
 class Logits(NamedTuple):
@@ -110,6 +110,8 @@ class LanguageModel(nn.Module):
             more["per_layer_inputs"] = self.model.get_per_layer_inputs(input_ids)
         if seen is not None:
             embedded = embedded.index_copy(1, seen.rows, seen.features.to(embedded.dtype)[None])
+            if seen.apart is not None:
+                more[APART] = torch.zeros_like(input_ids).index_fill(1, seen.apart, 1)
             if seen.deep:
                 mask = torch.zeros_like(input_ids, dtype=torch.bool).index_fill(1, seen.rows, True)
                 order = seen.rows.argsort()  # a mask has its rows in order
@@ -164,26 +166,40 @@ class Vision:
             return None
         known = self.processor
         first, *marks = known.shown
-        return ImageLayout.of(
-            request, first, known.merge, known.mutual > 0, known.canvas, marks, known.is_prefix, known.axes
-        )
+        how = known.merge, known.mutual > 0, known.canvas, marks, known.is_prefix, known.axes, known.apart
+        return ImageLayout.of(request, first, *how)
 
     def see(self, placed: Sequence[Placed], device: torch.device) -> Seen | None:
         """What the tokens of a step see, by their rows in it; None if there is no image."""
         if not placed:
             return None
-        features: dict[Key, Tensor] = {}
+        shown = [one for one in placed if len(one.rows)]
+        features = self._gather(shown)
+        parts = [features[one.key][:, one.first : one.first + len(one.rows)] for one in shown]
+        rows = torch.from_numpy(np.concatenate([one.rows for one in placed])).to(device)
+        nothing = torch.zeros((1, 0, self._text.config.hidden_size), device=device)
+        seen, *deep = (torch.cat(parts, dim=1) if parts else nothing).unbind(0)
+        apart = None
+        if self.processor.apart:
+            apart = torch.cat((rows, torch.from_numpy(np.concatenate([one.around for one in placed])).to(device)))
+        return Seen(rows, seen, dict(zip(self.processor.deep or range(1, len(deep) + 1), deep, strict=True)), apart)
+
+    def _gather(self, placed: Sequence[Placed]) -> dict[Key, Tensor]:
+        """What `encode` has made of these images."""
+        found: dict[Key, Tensor] = {}
         for one in placed:
             if one.key in self._cache:
                 self._cache.move_to_end(one.key)
-                features[one.key] = self._cache[one.key]
+                found[one.key] = self._cache[one.key]
         for one in placed:  # only now: a new one may push out what is kept
-            if one.key not in features:
-                features[one.key] = self._features(one)
-        parts = [features[one.key][:, one.first : one.first + len(one.rows)] for one in placed]
-        rows = torch.from_numpy(np.concatenate([one.rows for one in placed])).to(device)
-        seen, *deep = torch.cat(parts, dim=1).unbind(0)
-        return Seen(rows, seen, dict(zip(self.processor.deep or range(1, len(deep) + 1), deep, strict=True)))
+            if one.key not in found:
+                found[one.key] = self._features(one)
+        return found
+
+    def reserve(self, memory: int, rows: int) -> int:
+        """How many of `memory` bytes are left for keys and values of tokens, beside what `rows` requests need of
+        images. Raises `ConfigurationError`."""
+        return memory
 
     def probe(self, ids: Sequence[int], logits: Callable[[Tensor], Tensor]) -> Probe:
         """A picture between some text of `ids`, and what transformers' own code, attention included, makes of it."""
@@ -199,6 +215,8 @@ class Vision:
             tokens = torch.tensor([whole], device=self._device)
             named = self.processor.types
             types = {named: self.processor.type_ids(tokens)} if named else {}
+            if self.processor.apart:
+                types[APART] = self.processor.type_ids(tokens)
             features: Tensor | None = None
             if self.processor.is_rigid and self._body.dtype != torch.float32:
                 embedded = self._text.get_input_embeddings()(tokens)
@@ -265,7 +283,10 @@ class Vision:
     def _pass(self, inputs: dict[str, Tensor]) -> Tensor:
         is_cuda = self._device.type == "cuda"  # whose convolutions of float32 have ten bits by default
         with cudnn.flags(enabled=True, allow_tf32=False) if is_cuda else nullcontext():
-            return stacked(self._body.get_image_features(**inputs, return_dict=True))
+            return self._shown(inputs)
+
+    def _shown(self, inputs: dict[str, Tensor]) -> Tensor:
+        return stacked(self._body.get_image_features(**inputs, return_dict=True))
 
     @contextmanager
     def _noting(self) -> Iterator[list[Tensor]]:
@@ -327,20 +348,3 @@ class Vision:
         self._used += found.nbytes
         while self._used > self._cache_bytes and len(self._cache) > 1:
             self._used -= self._cache.popitem(last=False)[1].nbytes
-
-
-def split(model: Any, processor: VisionProcessor) -> LanguageModel:
-    """The language model of a model of transformers that sees images, with its `Vision`. Raises `ModelLoadError`."""
-    body = seeing_body(model)
-    text = language_model_of(body)
-    head = model.get_output_embeddings()
-    for name in UNUSED - EMBEDDING.get(model.config.model_type, set()):
-        if hasattr(body, name):
-            setattr(body, name, None)
-    if text is None or head is None or not hasattr(body, "get_image_features"):
-        raise ModelLoadError(f"{type(model).__name__} has no language model of its own; it cannot be served")
-    if processor.is_prefix:
-        for module in text.modules():
-            if hasattr(module, "is_causal"):
-                module.is_causal = True  # but for the ends that a prompt's layout gives
-    return LanguageModel(model, text, head, Vision(model, text, processor))

@@ -393,6 +393,33 @@ def _paddle_tensors(name: str, values: Array, config: Config) -> Named:
     yield from _minicpm_tensors(name, values, config)
 
 
+def _hunyuan(config: Config, processor: Config) -> dict[str, Any]:
+    return {
+        "clip.use_gelu": True,
+        "clip.vision.spatial_merge_size": config["vision_config"]["spatial_merge_size"],
+        "clip.vision.image_min_pixels": processor["min_pixels"],
+        "clip.vision.image_max_pixels": processor["max_pixels"],
+        "clip.vision.attention.layer_norm_epsilon": config["vision_config"]["rms_norm_eps"],
+    }
+
+
+def _hunyuan_tensors(name: str, values: Array, config: Config) -> Named:
+    yield from _named(name, values[1:] if "position_embedding" in name else values, config)
+
+
+def _janus(config: Config, processor: Config) -> dict[str, Any]:
+    return {"clip.use_gelu": True, "clip.vision.attention.layer_norm_epsilon": 1e-6}
+
+
+def _janus_tensors(name: str, values: Array, config: Config) -> Named:
+    name = name.removeprefix("model.")
+    if name.startswith("aligner."):
+        part, _, last = name.removeprefix("aligner.").rpartition(".")
+        yield f"mm.{0 if part == 'fc1' else int(part.rpartition('.')[2]) + 1}.{last}", values
+    elif name.startswith("vision_model."):
+        yield from _named(f"model.{name}", values, config)
+
+
 def _gemma3(config: Config, processor: Config) -> dict[str, Any]:
     tower = config["vision_config"]
     scale = int(tower["image_size"] // tower["patch_size"] // config["mm_tokens_per_image"] ** 0.5)
@@ -520,6 +547,17 @@ KINDS = {
         {"attention.layer_norm_rms_epsilon": 1e-5, "shortconv.l_cache": 3},
     ),
     "minicpmv4_6": Kind("qwen35", "minicpmv4_6", _minicpm, _minicpm_tensors, _DELTA_NETS),
+    "hunyuan_vl": Kind(
+        "hunyuan_vl",
+        "hunyuanvl",
+        _hunyuan,
+        _hunyuan_tensors,
+        {
+            **{"rope.scaling.alpha": 3.0, "rope.scaling.type": "none", "rope.scaling.factor": 1.0},
+            "rope.dimension_sections": [2, 3, 1, 2],
+        },
+    ),
+    "janus": Kind("llama", "janus_pro", _janus, _janus_tensors),
     "paddleocr_vl": Kind("paddleocr", "paddleocr", _paddle, _paddle_tensors, _SECTIONS),
     "mistral3": Kind("llama", "pixtral", _mistral3, _mistral3_tensors),
     "ministral3": Kind("mistral3", "pixtral", _mistral3, _mistral3_tensors, _YARN),

@@ -128,6 +128,8 @@ _GEMMA4_PROCESSOR = {
     "max_soft_tokens": 70,
 }
 
+_PLACE = "<\uff5chy_place\u2581holder\u2581no\u2581{}\uff5c>"  # HunyuanVL's marks
+
 _MINICPM: tuple[
     list[str], dict[str, Any], dict[str, Any]
 ] = (  # larger images become slices behind the whole; the tower merges windows on its way
@@ -239,6 +241,27 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "Llama4ImageProcessor", "size": {"height": 32, "width": 32}, "max_patches": 4},
     ),
+    "mllama": (  # two of whose layers attend to images
+        ["<|image|>"],
+        {
+            "text_config": _TEXT
+            | {"num_hidden_layers": 5, "cross_attention_layers": [1, 3], "rope_parameters": {"rope_theta": 10_000.0}}
+            | {"bos_token_id": 1, "vocab_size": 512},  # behind which the image token lies
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 3,
+                "num_global_layers": 2,
+                "attention_heads": 2,
+                "image_size": 32,
+                "patch_size": 8,
+                "vision_output_dim": 96,
+                "intermediate_layers_indices": [0, 2],
+                "initializer_range": 0.3,
+            },
+        },
+        {"image_processor_type": "MllamaImageProcessor", "size": {"height": 32, "width": 32}, "max_image_tiles": 4},
+    ),
     "fast_vlm": (  # whose tower has convolutions
         ["<image>"],
         {
@@ -295,7 +318,7 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         {"image_processor_type": "AriaImageProcessor", "max_image_size": 490, "min_image_size": 70},
     ),
     "hunyuan_vl": (  # whose images have numbers among the positions of their tokens, which have four
-        ["<image>", "<im_start>", "<im_end>"],
+        [_PLACE.format(number) for number in (102, 100, 101)],
         {
             "text_config": _TEXT
             | {"model_type": "hunyuan_vl_text", "head_dim": 16}
@@ -709,6 +732,20 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "Glm46VImageProcessor", "size": _GLM_SIZE},
     ),
+    "ernie4_5_vl_moe": (  # whose tokens in and around images pass experts of their own
+        ["<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>"],
+        {
+            "text_config": _TEXT
+            | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": [64, 32], "moe_num_shared_experts": 1}
+            | {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [3, 3, 2]}},
+            "vision_config": _QWEN | {"depth": 3, "intermediate_size": 64},
+            "tie_word_embeddings": False,
+        },
+        {
+            "image_processor_type": "Ernie4_5_VLMoeImageProcessor",
+            "size": {"shortest_edge": 56 * 56, "longest_edge": 112 * 112},
+        },
+    ),
     "exaone4_5": (
         ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
         {
@@ -942,7 +979,7 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
     if family == "llama4":
         written = marks[-1]
     if family == "hunyuan_vl":
-        written = "<im_start><image><im_end>"
+        written = "".join(marks[index] for index in (1, 0, 2))
     tokenizer.chat_template = _TEMPLATE.replace("MARK", written)
     end = tokenizer.eos_token_id
     ids = tokenizer.convert_tokens_to_ids(marks)
@@ -969,6 +1006,11 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
         own |= {"boi_token_index": ids[1], "eoi_token_index": ids[2]}
     if family in ("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "glmga"):
         own |= {"image_start_token_id": ids[1], "image_end_token_id": ids[2], "video_token_id": ids[3]}
+    if family == "ernie4_5_vl_moe":
+        own |= {"image_start_token_id": ids[1], "image_end_token_id": ids[2]}
+        own |= {"video_token_id": 637, "video_start_token_id": 638, "video_end_token_id": 639}
+        written = "".join(marks[index] for index in (1, 0, 2))
+        tokenizer.chat_template = _TEMPLATE.replace("MARK", written)
     if family == "kimi_k25":
         own |= {"video_token_id": 639}
     if family == "perception_lm":
@@ -989,6 +1031,7 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
         "llama4",
         "fast_vlm",
         "aria",
+        "mllama",
     ):
         own = {"image_token_index": ids[0]}
     text = settings["text_config"] | {"eos_token_id": end, "pad_token_id": end}
@@ -1000,6 +1043,8 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
         for name, parameter in model.named_parameters():  # towers begin with small numbers, which make images alike
             if parameter.ndim > 1 and parameter.std() < 0.1:
                 torch.nn.init.normal_(parameter, std=0.1)
+            if name.endswith(("_gate", ".gate", "gate_attn", "gate_ffn")):  # Llama's, likewise
+                parameter.data.fill_(0.7)
             if name.endswith("_alpha"):  # DeepSeek-VL's, likewise
                 parameter.data.fill_(0.7)
             if name.endswith((".gamma", ".gamma_1", ".gamma_2")):  # which begin as if blocks were not there

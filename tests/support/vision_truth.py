@@ -11,7 +11,6 @@ import torch
 
 from penstock.engine import EngineRequest
 from penstock.engine.vision.features import ORDER
-from penstock.engine.vision.images import PromptImage
 from penstock.engine.vision.processor import VisionProcessor
 
 
@@ -43,15 +42,18 @@ def first_logits(model: Any, request: EngineRequest, processor: VisionProcessor,
 
 def _inputs(request: EngineRequest, processor: VisionProcessor, family: str) -> dict[str, torch.Tensor]:
     ids = torch.tensor([request.prompt])
-    inputs = _joined(request.images, processor, family) if request.images else {}
+    inputs = _joined(request, processor, family) if request.images else {}
     if request.images and processor.types:
         inputs[processor.types] = processor.type_ids(ids)
+        if family == "ernie4_5_vl_moe":  # the tokens around images have the ids behind theirs
+            apart = (ids >= processor.image_token) & (ids <= processor.image_token + 2)
+            inputs["moe_mm_token_type_ids"] = apart.int()
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **inputs}
 
 
-def _joined(images: Sequence[PromptImage], processor: VisionProcessor, family: str) -> dict[str, torch.Tensor]:
+def _joined(request: EngineRequest, processor: VisionProcessor, family: str) -> dict[str, torch.Tensor]:
     """The inputs of all images of a prompt, as transformers' processors put them together."""
-    each = [processor.inputs(image) for image in images]
+    each = [processor.inputs(image) for image in request.images]
     for one in each:
         one.pop(ORDER, None)  # transformers' model finds marks by their ids
     if family in ("ministral3", "mistral3", "lighton_ocr"):
@@ -79,6 +81,8 @@ def _joined(images: Sequence[PromptImage], processor: VisionProcessor, family: s
             one["pixel_values"] = np.pad(one["pixel_values"], ((0, 0), (0, tiles), (0, 0), (0, 0), (0, 0)))
     if family == "llava_onevision":  # how many pictures each prompt has
         each[1:] = [{name: array for name, array in one.items() if name != "batch_num_images"} for one in each[1:]]
+    if family == "mllama":
+        return _crossed(request, each, processor)
     axis = 1 if family in ("perception_lm", "smolvlm", "granite_docling", "idefics2") else 0
     if family in ("minicpmv4_6", "minicpmv4_7"):
         packed = np.concatenate([one.pop("pixel_values") for one in each], 3)
@@ -88,3 +92,19 @@ def _joined(images: Sequence[PromptImage], processor: VisionProcessor, family: s
     return {
         name: torch.from_numpy(np.concatenate(arrays, min(axis, arrays[0].ndim - 1))) for name, arrays in whole.items()
     }
+
+
+def _crossed(
+    request: EngineRequest, each: Sequence[dict[str, Any]], processor: VisionProcessor
+) -> dict[str, torch.Tensor]:
+    """Images beside a prompt, and which tokens attend to which tiles of them."""
+    from transformers.models.mllama.processing_mllama import (
+        convert_sparse_cross_attention_mask_to_dense,
+        get_cross_attention_token_mask,
+    )
+
+    made = {name: torch.from_numpy(np.concatenate([one[name] for one in each], 1)) for name in each[0]}
+    tiles = [[int(one["aspect_ratio_mask"].sum()) for one in each]]
+    reading = [get_cross_attention_token_mask([*request.prompt], processor.image_token)]
+    mask = convert_sparse_cross_attention_mask_to_dense(reading, tiles, 4, len(request.prompt))
+    return made | {"cross_attention_mask": torch.from_numpy(mask)}

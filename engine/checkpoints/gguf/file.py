@@ -78,7 +78,7 @@ class GgufWeight(NamedTuple):
     last; `in_turns`: its outputs are those of both tensors, one of each. `groups` is the order of the rows of all.
     `is_latent`: of two tensors by head, the first has a head's rows transposed. `is_by_colour`: of a patch all pixels
     of a colour lie together, and in the model all colours of a pixel. `is_by_axis`: its first dimension is the model's
-    second.
+    second. The model has so many `leading` rows before, of zeros.
     """
 
     tensor: GgufTensor
@@ -98,6 +98,7 @@ class GgufWeight(NamedTuple):
     is_latent: bool = False
     is_by_colour: bool = False
     is_by_axis: bool = False
+    leading: int = 0
 
     @property
     def types(self) -> set[str]:

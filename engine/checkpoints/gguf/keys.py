@@ -66,9 +66,11 @@ class Keys:
 
     @property
     def sections(self) -> list[int] | None:
-        """How many frequencies rotate by each of three dimensions of positions."""
+        """How many frequencies rotate by each of three dimensions of positions, or of four."""
         found = self.find(_SECTIONS)
-        return found[:3] if isinstance(found, list) and len(found) >= 3 else None
+        if not isinstance(found, list) or len(found) < 3:
+            return None
+        return found if all(found) else found[:3]
 
     def has(self, name: str) -> bool:
         """Whether a layer has this tensor."""

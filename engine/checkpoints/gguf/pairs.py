@@ -20,7 +20,7 @@ from .projectors.vision import Names, Projector, Vision
 _TOKENS = "tokenizer.ggml.tokens"
 _LAYER = "v.blk."
 _IN_TURNS: dict[str, Any] = {"mrope_interleaved": True}  # numbers rotate by time, row and column in turns
-_IN_THREE_DIMENSIONS: dict[str, dict[str, Any]] = {
+_IN_DIMENSIONS: dict[str, dict[str, Any]] = {
     "qwen2vl": {},
     "qwen3vl": _IN_TURNS,
     "qwen3vlmoe": _IN_TURNS,
@@ -29,8 +29,9 @@ _IN_THREE_DIMENSIONS: dict[str, dict[str, Any]] = {
     "paddleocr": {},
     "glm4": {},
     "glm4moe": {},
+    "hunyuan_vl": {},
 }
-"""How positions rotate, of language models that have them in three dimensions, besides what their families say."""
+"""How positions rotate, of language models that have them in several dimensions, besides what their families say."""
 
 
 class _Unsupported(ModelLoadError):
@@ -50,10 +51,10 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
     kind, vision, tokens = _check(gguf, gguf.projector, text)
     architecture = gguf.metadata["general.architecture"]
     text["model_type"] = kind.texts[architecture] or text["model_type"]
-    if architecture in _IN_THREE_DIMENSIONS:
+    if architecture in _IN_DIMENSIONS:
         if (sections := Keys(gguf).sections) is None:
             raise ModelLoadError(f"{gguf.path} has no {architecture}.rope.dimension_sections; convert the model again")
-        text["rope_parameters"] |= {"mrope_section": sections} | _IN_THREE_DIMENSIONS[architecture]
+        text["rope_parameters"] |= {"mrope_section": sections} | _IN_DIMENSIONS[architecture]
     model_type, class_name = kind.models.get(architecture, (kind.model_type, kind.class_name))
     return kind.config(vision) | {
         "model_type": model_type,
@@ -229,6 +230,8 @@ def _joined(parts: list[GgufTensor], kind: Projector, heads: int) -> GgufWeight:
         return GgufWeight(first, shape, heads)
     if name in kind.by_pixels:
         return GgufWeight(first, (shape[0], prod(shape[1:])) if len(shape) > 1 else shape, is_by_colour=True)
+    if (leading := kind.leading.get(name)) is not None:
+        return GgufWeight(first, (shape[0] + leading, *shape[1:]), leading=leading)
     if name in kind.by_axis:
         return GgufWeight(first, (shape[1], shape[0], *shape[2:]), is_by_axis=True)
     while (count := kind.dimensions.get(own)) is not None and len(shape) != count:

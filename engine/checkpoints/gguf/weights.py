@@ -177,6 +177,9 @@ def _read(weight: GgufWeight, dtype: torch.dtype) -> Tensor:
         if weight.groups is not None:
             return _in_groups(torch.cat(parts), weight.groups)
         return torch.stack(parts, dim=2) if weight.is_split_in_time else torch.cat(parts)
+    if weight.leading:
+        own = _read(weight._replace(shape=weight.tensor.shape, leading=0), dtype)
+        return torch.cat((own.new_zeros((weight.leading, *own.shape[1:])), own))
     expanded = dequantize(_data(weight), weight.tensor.type, dtype, _factor(weight))
     if weight.is_by_axis:
         return expanded.view(weight.tensor.shape).transpose(0, 1).contiguous()

@@ -30,7 +30,7 @@ def show(segments: Sequence[Segment], vision: Vision | None, dtype: torch.dtype,
         return None
     placed, count = [], 0
     for segment in segments:
-        placed += [one._replace(rows=one.rows + count) for one in segment.images]
+        placed += [one.behind(count) for one in segment.images]
         count += len(segment.tokens)
     seen = vision.see(placed, torch.device("cpu"))
     assert seen is not None

@@ -109,6 +109,8 @@ class PackedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, E], and for each token its experts and their weights, [T, K] each → [T, E]."""
+        if not len(hidden_states):  # of a step whose tokens all pass other experts
+            return hidden_states
         if self.compiled is not None and self.compiled.take(hidden_states.dtype):
             return self.compiled(hidden_states, top_k_index, top_k_weights)
         return by_expert(self._mix, self._num_experts, hidden_states, top_k_index, top_k_weights)

@@ -147,16 +147,18 @@ def _weight(module: Any) -> Tensor:
     return weight
 
 
-def _layers(model: PreTrainedModel) -> nn.ModuleList:
-    count = model.config.get_text_config().num_hidden_layers
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Those that text passes, and not those that attend to images."""
+    config = model.config.get_text_config()
+    count, crossing = config.num_hidden_layers, getattr(config, "cross_attention_layers", None) or ()
     text: nn.Module = language_model_of(body_of(model)) or model  # a tower has layers of its own
     found = [one for one in text.modules() if isinstance(one, nn.ModuleList) and len(one) == count]
     if not found:
         raise ModelLoadError(f"{type(model).__name__} has no list of its {count} layers; quantize it while loading")
-    return found[0]
+    return [layer for index, layer in enumerate(found[0]) if index not in crossing]
 
 
-def _inputs(model: Any, layers: nn.ModuleList, texts: Tensor) -> tuple[list[Tensor], list[list[Run]]]:
+def _inputs(model: Any, layers: Sequence[nn.Module], texts: Tensor) -> tuple[list[Tensor], list[list[Run]]]:
     """The first layer's input for each batch of texts, and what runs each layer on each batch.
 
     Of the layers' other arguments most are alike for all batches. Where they are not, as those of Gemma 4's layers,

@@ -61,8 +61,11 @@ def find_states(model: Any, name: str) -> dict[int, nn.Module]:
 
 
 def layers_that_feed(config: Any) -> set[int]:
-    """The layers, by index, that neither attend nor keep a state."""
-    return {index for index, kind in enumerate(getattr(config, "layer_types", None) or ()) if kind in _FEEDING}
+    """The layers, by index, that neither attend to tokens nor keep a state."""
+    crossing = getattr(config, "cross_attention_layers", None) or ()
+    return {*crossing} | {
+        index for index, kind in enumerate(getattr(config, "layer_types", None) or ()) if kind in _FEEDING
+    }
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""How many running states a cache has room for, beside keys and values."""
+"""How many running states and images a cache has room for, beside keys and values of tokens."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from .slots import StateSlots
 
 
 class Room(NamedTuple):
-    """The slots, None if the model keeps no states, and the bytes that are left for keys and values."""
+    """The slots, None if the model keeps no states, and the bytes that are left for keys and values of tokens."""
 
     slots: StateSlots | None
     left: int
 
 
 def make_room(config: SizedConfig, runner: Runner) -> Room:
-    """Give the running states their part of `kv_cache_memory`: `STATES` for each row, in at most half of it.
+    """Give the running states their part of `kv_cache_memory`: `STATES` for each row, in at most half of it; and images
+    theirs, if layers attend to them.
 
     Raises `ConfigurationError` if not even those that a full batch needs fit, and for settings that need blocks alone.
     """
-    memory, rows = config.kv_cache_memory, config.max_batch_size
+    memory, rows = int(config.kv_cache_memory), config.max_batch_size
+    if runner.vision is not None:
+        memory = runner.vision.reserve(memory, rows)
     if not runner.states:
         return Room(None, memory)
     if config.prefix_cache_dir is not None:

@@ -6,6 +6,7 @@ from .anyres import NEXT_SIZES, ONEVISION_SIZES, granite4_layers, write_granite4
 from .bounds import bounds, budget, frame_bounds
 from .canvas import Canvas
 from .covering import CoveringProcessor, write_covering
+from .crossing import num_tiles, write_crossed
 from .fitting import FittingProcessor, rows_and_columns_of_tiles, write_fitting
 from .form import PROCESSORS, Family
 from .merging import MergingProcessor
@@ -191,6 +192,13 @@ FAMILIES: dict[str, Family] = {
         narrows=True,
         mark="<|image|>",
     ),
+    "mllama": Family(
+        num_tiles,
+        write_crossed,
+        blocks=("vision_model.transformer.layers+vision_model.global_transformer.layers",),
+        may_be_blind=True,
+        crosses=True,
+    ),
     "perception_lm": Family(
         tiles_and_side,
         write_thumbnails,
@@ -315,6 +323,11 @@ FAMILIES: dict[str, Family] = {
     "glm46v": _GLM,
     "glm_ocr": _GLM,
     "glmga": _GLM,
+    "ernie4_5_vl_moe": _QWEN._replace(
+        blocks=("vision_tower.blocks",),
+        may_be_blind=True,
+        apart=lambda config: (config.get("image_start_token_id", 101_304), config.get("image_end_token_id", 101_305)),
+    ),
     "exaone4_5": _PLAIN,
     "hyperclovax_vision_v2": _PLAIN._replace(blocks=("vision_model.blocks",), may_be_blind=True),
     "paddleocr_vl": _QWEN._replace(blocks=("visual.vision_model.encoder.layers",)),

@@ -52,7 +52,9 @@ class Family(NamedTuple):
     join: Callable[[str], str] = str  # makes the text of a prompt of what has been written into it
     template: str = ""  # the chat template of models that are published without one
 
-    # Attention and positions.
+    # Layers, attention and positions.
+    apart: Callable[[Config], Sequence[int]] = lambda _: ()
+    """The tokens that begin and end images, where these and image tokens pass experts of their own."""
     merge: Callable[[Config], int] = lambda _: 0
     """The side of the square of patches that make a token, for positions in three dimensions; 0 for plain ones."""
     axes: Callable[[Config], int] = lambda _: 0
@@ -62,3 +64,4 @@ class Family(NamedTuple):
     """How many tokens of an image, in a row, see each other in both directions; 0 if they are causal like others."""
     in_windows: bool = False  # they do so in layers with a window alone
     is_prefix: bool = False  # all tokens of a prompt with images see each other
+    crosses: bool = False  # some layers attend to the images, each of which has one token

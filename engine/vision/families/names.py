@@ -8,7 +8,7 @@ _TOWERS = {
     *("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector", "embed_vision"),
     *("projector", "vision_encoder", "vision_projection", "image_newline", "merger", "density_router", "aligner"),
     *("view_separator", "visual_embeddings_table", "mm_projector", "vit"),
-    *("layerwise_projectors", "spatial_projectors"),
+    *("layerwise_projectors", "spatial_projectors", "resampler_model"),
     *(f"high_res_vision_{name}" for name in ("model", "neck", "proj", "alpha")),
 }
 UNUSED = {"audio_tower", "embed_audio", "vqmodel", "generation_embeddings", "generation_aligner", "generation_head"}

@@ -42,11 +42,13 @@ BLOCK = 16  # tokens
 COUNT = 24  # tokens generated
 SOME = ["llama", "mistral", "gemma2", "gemma4_text", "qwen3_moe", "qwen3_next", "qwen3_5_text", "gpt_oss"]
 MORE = [
+    "bloom",
     "cohere",
     "deepseek_v3",
     "deepseek_v32",
     "ernie4_5",
     "falcon",
+    "falcon_rw",
     "gemma3_text",
     "glm",
     "glm4",
@@ -62,6 +64,7 @@ MORE = [
     "mellum",
     "ministral3",
     "mixtral",
+    "mpt",
     "olmo2",
     "phi3",
     "qwen2",
@@ -74,6 +77,7 @@ STATEFUL = {
     *("lfm2", "lfm2_moe", "lfm3", "nemotron_h"),
     *("bailing_hybrid", "falcon_mamba", "jamba", "kimi_linear", "mamba", "mamba2", "olmo_hybrid"),
 }
+_BIASES = {"bloom": 3, "falcon_rw": 2, "mpt": 3}  # numbers of keys that are biases by position
 ALONE = {"falcon_mamba", "mamba", "mamba2"}  # of which no layer attends
 all_shapes = pytest.mark.parametrize("shape", [*SOME, *MORE, *sorted(STATEFUL - {*SOME})])
 some_shapes = pytest.mark.parametrize("shape", SOME)
@@ -105,8 +109,9 @@ class Oracle:
         if shape not in self._models:
             from transformers import AutoModelForCausalLM
 
+            attention = "sdpa" if shape == "falcon_rw" else "eager"  # with which Falcon adds its biases twice
             model: Any = AutoModelForCausalLM.from_pretrained(
-                self._directory_of(shape), dtype="float32", attn_implementation="eager"
+                self._directory_of(shape), dtype="float32", attn_implementation=attention
             )
             self._models[shape] = model
         return self._models[shape]
@@ -142,6 +147,7 @@ class Oracle:
         if getattr(config, "kv_lora_rank", None):  # latent attention, whose values are cached as wide as its keys
             head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
             head_dim += -(-getattr(config, "index_head_dim", 0) // heads)
+        head_dim += _BIASES.get(shape, 0)
         layers, states = config.num_hidden_layers, 0
         if shape in STATEFUL:
             layers = sum(kind in ("full_attention", "sliding_attention", "hybrid") for kind in config.layer_types)
@@ -299,7 +305,9 @@ def test_preemption_changes_nothing(shape: str, start: StartEngine, oracle: Orac
     assert cache is not None and cache.num_preemptions > 0
 
 
-@pytest.mark.parametrize("shape", ["deepseek_v32", "falcon", "glm_moe_dsa", "gpt_neo", "gptj", "stablelm"])
+@pytest.mark.parametrize(
+    "shape", [*("bloom", "deepseek_v32", "falcon", "falcon_rw", "glm_moe_dsa", "gpt_neo", "gptj", "mpt", "stablelm")]
+)
 def test_a_successor_gives_the_same_tokens(shape: str, config_of: Callable[..., EngineConfig], oracle: Oracle) -> None:
     """Models whose layers call the runner in ways of their own, beside another request."""
     backend = PagedBackend(config_of(shape))

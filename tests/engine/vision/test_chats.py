@@ -56,11 +56,14 @@ TOLD: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
         "HunYuanVLProcessor",
         {},
         {
-            **{"image_token": "<image>", "image_start_token": "<im_start>", "image_end_token": "<im_end>"},
+            "image_token": "<\uff5chy_place\u2581holder\u2581no\u2581102\uff5c>",
+            "image_start_token": "<\uff5chy_place\u2581holder\u2581no\u2581100\uff5c>",
+            "image_end_token": "<\uff5chy_place\u2581holder\u2581no\u2581101\uff5c>",
             **{"pad_token": "<|endoftext|>"},
         },
     ),
     "idefics2": ("Idefics2Processor", {"image_seq_len": 3}, {}),
+    "mllama": ("MllamaProcessor", {}, {"bos_token": "<|im_start|>"}),
     "ovis2": ("Ovis2Processor", {"image_seq_length": 4}, {}),
 }
 WORDS = "Which of them is larger?"
@@ -135,7 +138,7 @@ def test_a_chat_becomes_the_prompt_of_transformers_own_processor(
         if family == "idefics2" and len(files) > 1:
             continue  # which pads the smaller one
         found = [own.inputs(image)["pixel_values"] for image in prepared.images]
-        axis = 1 if family == "granite_docling" else 0
+        axis = 1 if family in ("granite_docling", "mllama") else 0
         assert torch.equal(torch.from_numpy(np.concatenate(found, axis)), wanted["pixel_values"])
         if family == "deepseek_vl_hybrid":
             found = [own.inputs(image)["high_res_pixel_values"] for image in prepared.images]

@@ -116,7 +116,8 @@ def test_a_pair_of_files_sees_what_transformers_sees(family: str, seer: Callable
         again = [engine.generate(prompt, GREEDY) for prompt in found.prompts]
         assert [output.token_ids for output in again] == found.wanted
         assert all(output.stats.cached_tokens > 0 for output in again)
-        assert bool(engine.model_info().slow_paths) == (family == "glm4v_moe"), "decoding is compiled, as for text"
+        is_slow = family in ("glm4v_moe", "hunyuan_vl")
+        assert bool(engine.model_info().slow_paths) == is_slow, "decoding is compiled, as for text"
     backend = PagedBackend(config(found.gguf, prefill_chunk_size=16, max_batch_size=3))
     assert run(backend, found.requests) == found.wanted
     backend.close()
@@ -182,7 +183,13 @@ def test_levels_are_kept_of_the_language_model_alone(
 
 @pytest.mark.parametrize(
     ("family", "behind", "backend"),
-    [("smolvlm", ",none", "paged"), ("smolvlm", "", "hf"), ("glm4v", ",none", "paged"), ("paddleocr_vl", "", "hf")],
+    [
+        ("smolvlm", ",none", "paged"),
+        ("smolvlm", "", "hf"),
+        ("glm4v", ",none", "paged"),
+        ("paddleocr_vl", "", "hf"),
+        ("hunyuan_vl", ",none", "paged"),
+    ],
 )
 def test_the_language_model_runs_alone(family: str, behind: str, backend: str, seer: Callable[[str], Seer]) -> None:
     """Where that is asked for, and with a backend that sees nothing."""

@@ -38,6 +38,8 @@ Start = Callable[..., InferenceEngine]
 ConfigOf = Callable[..., EngineConfig]
 Truth = Callable[..., tuple[list[EngineRequest], list[Tokens]]]
 UNCOMPILED = {
+    "ernie4_5_vl_moe": "Ernie4_5_VLMoeForConditionalGeneration",
+    "mllama": "MllamaForConditionalGeneration",
     "gemma3n": "Gemma3nForConditionalGeneration",
     "hyperclovax_vision_v2": "HyperCLOVAXVisionV2ForConditionalGeneration",
     "lfm3_vl": "Lfm3VlForConditionalGeneration",
@@ -161,6 +163,21 @@ def test_pieces_and_takeovers_change_nothing(family: str, config_of: ConfigOf, t
     backend.close()
 
 
+def test_tokens_around_an_image_pass_its_experts_in_any_piece(
+    start: Start, config_of: ConfigOf, reference_of: Callable[[str], Any]
+) -> None:
+    """ERNIE's do, also where a step ends between them and the image."""
+    family, engine = "ernie4_5_vl_moe", start("ernie4_5_vl_moe")
+    text = f"One <|IMAGE_START|>{engine.image_mark}<|IMAGE_END|> is here."
+    (request,), processor = requests_of(engine, [ImageText(text, (picture(),))], GREEDY), engine.sight.processor
+    assert processor is not None
+    wanted = [expected(reference_of(family), request, processor, family, COUNT)]
+    for size in (request.images[0].offset, request.images[0].end - 1):
+        backend = PagedBackend(config_of(family, prefill_chunk_size=size, max_batch_size=2))
+        assert run(backend, [request]) == wanted
+        backend.close()
+
+
 @some_families
 def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Truth) -> None:
     requests, wanted = truth(family)
@@ -236,6 +253,10 @@ def test_preemption_changes_nothing(family: str, config_of: ConfigOf, truth: Tru
         ("fast_vlm", {}),
         ("granite4_vision", {}),
         ("granite4_vision", {"quantization": "int4"}),
+        ("mllama", {}),
+        ("ernie4_5_vl_moe", {}),
+        ("ernie4_5_vl_moe", {"quantization": "int8"}),
+        ("mllama", {"quantization": "int8"}),
     ],
 )
 def test_other_numbers_see_as_well(family: str, changes: dict[str, Any], start: Start) -> None:

@@ -30,6 +30,13 @@ _APERTUS = {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layerno
 _STABLELM = {"attn_q_norm": "self_attn.q_layernorm.norms.{}", "attn_k_norm": "self_attn.k_layernorm.norms.{}"}
 
 
+def _with_alpha(keys: Keys) -> dict[str, Any]:
+    """HunyuanVL's, whose converters leave the base as it is."""
+    rope = {"rope_type": "dynamic", "rope_theta": keys.find("rope.freq_base", 10_000.0)}
+    own = {"alpha": keys.need("rope.scaling.alpha"), "factor": keys.find("rope.scaling.factor", 1.0)}
+    return {"rope_parameters": rope | own}
+
+
 def _mlp_bias(keys: Keys) -> dict[str, Any]:
     return {"mlp_bias": keys.has("ffn_up.bias")}
 
@@ -145,6 +152,7 @@ DENSE: dict[str, Architecture | Callable[[Keys], Architecture]] = {
         extra=lambda keys: {"attention_out_bias": keys.has("attn_output.bias")} | _mlp_bias(keys),
     ),
     "hunyuan-dense": Architecture("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", _HUNYUAN),
+    "hunyuan_vl": Architecture("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", _HUNYUAN, extra=_with_alpha),
     "paddleocr": Architecture("llama", "LlamaForCausalLM", extra=_bias),  # text has the same position in all three
     "ernie4_5": Architecture("ernie4_5", "Ernie4_5ForCausalLM", extra=_bias),
     "apertus": Architecture("apertus", "ApertusForCausalLM", _APERTUS, constants=_activations),

@@ -13,6 +13,8 @@ from .....schemas.errors import ModelLoadError
 from ..file import Gguf
 from .gemma import GEMMA4, GEMMA4_UNIFIED
 from .glm import GLM4V, GLM_OCR
+from .hunyuan import HUNYUAN
+from .janus import JANUS
 from .lfm import LFM2
 from .minicpm import MINICPM
 from .paddle import PADDLE
@@ -259,6 +261,8 @@ PROJECTORS: dict[str, Projector] = {
     **QWEN,
     "lfm2": LFM2,
     "paddleocr": PADDLE,
+    "janus_pro": JANUS,
+    "hunyuanvl": HUNYUAN,
     "minicpmv4_6": MINICPM,
     "glm4v": GLM4V,
     "internvl": Projector(

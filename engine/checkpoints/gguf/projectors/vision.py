@@ -93,7 +93,8 @@ class Projector(NamedTuple):
     its `output_axis`. `mark` is the text of an image token; a token whose text begins like `spare` may stand in for it.
     `config` has what config.json has besides, `processor` is preprocessor_config.json. `names_of` are more names, which
     depend on the file. `offsets` are to be added to tensors; `tokens` are texts by what config.json calls their ids.
-    `models` are transformers' model and its class for architectures with which these are others.
+    `models` are transformers' model and its class for architectures with which these are others. `leading` are rows
+    that tensors lack before theirs, which are of no account.
     """
 
     model_type: str
@@ -121,6 +122,7 @@ class Projector(NamedTuple):
     offsets: Mapping[str, int] = MappingProxyType({})
     tokens: Names = MappingProxyType({})
     models: Mapping[str, tuple[str, str]] = MappingProxyType({})
+    leading: Mapping[str, int] = MappingProxyType({})
 
 
 def short(value: float) -> float:

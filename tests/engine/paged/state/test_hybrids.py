@@ -358,25 +358,18 @@ def test_states_of_another_kind_are_refused_by_name(
         load_backend(config(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("family", "sizes", "reason"),
-    [
-        ("falcon", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True}, r"\(alibi\)"),
-        ("mpt", {"d_model": 64, "n_layers": 2, "n_heads": 4}, "MptForCausalLM does not support another attention func"),
-        ("git", {"vision_config": {"hidden_size": 48, "num_hidden_layers": 1}}, "GitForCausalLM does not support ano"),
-    ],
-)
 def test_a_model_whose_attention_cannot_be_replaced_is_refused_in_words(
-    family: str, sizes: dict[str, Any], reason: str, model_directory: Directory, tmp_path: Path
+    model_directory: Directory, tmp_path: Path
 ) -> None:
     import transformers
 
     library: Any = transformers
-    settings = library.AutoConfig.for_model(family, vocab_size=512, **sizes)
+    tower = {"hidden_size": 48, "num_hidden_layers": 1}
+    settings = library.AutoConfig.for_model("git", vocab_size=512, vision_config=tower)
     library.AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path)
     for file in model_directory("llama").glob("token*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(ModelLoadError, match=f"{reason}.*use --backend hf"):
+    with pytest.raises(ModelLoadError, match=r"GitForCausalLM does not support another attention .*use --backend hf"):
         load_backend(config(tmp_path))
 
 
