@@ -16,18 +16,16 @@ import socket
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from itertools import cycle
-from math import ceil, inf
+from math import ceil
 from typing import TextIO
-from urllib.parse import urlsplit
 
-import orjson
 import structlog
 
 from ...config.broker import LEAST_STORE, check_broker
 from ...config.deployment import explicit
 from ...config.log_lines import LogLines
-from ...config.process import handle_stop_signals
+from ...config.process import handle_stop_signals, started_by
+from ...config.service_manager import ServiceManager
 from ...config.settings import Settings
 from ...config.sources import Loaded, variable
 from ...engine.planning.discovery import find_backend
@@ -45,7 +43,8 @@ from .ahead import take_ahead
 from .connecting import URL_FILE, connected
 from .hosting import gpus
 from .placing import place_models
-from .processes import Part, ProcessKeeper, child_environment, keep_broker
+from .processes import END_TIMEOUT, Part, ProcessKeeper, child_environment, keep_broker
+from .watching import ready, report
 
 log = structlog.get_logger(__name__)
 
@@ -94,13 +93,16 @@ class Supervisor:
         self._loaded = loaded
         self._entries = entries
         self._settings = loaded.settings
-        self._keeper = ProcessKeeper(loaded.settings.stop_delay + loaded.settings.drain_timeout)
+        self._drain = loaded.settings.stop_delay + loaded.settings.drain_timeout
+        self._keeper = ProcessKeeper(self._drain)
+        self._manager = ServiceManager(started_by())
 
     async def run(self) -> None:
         settings, keeper = self._settings, self._keeper
         check_broker(settings)
         listener = listen(settings.host, settings.port)
         self._on_signals()
+        self._manager.status("starting")
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(listener.close)
             stack.callback(self._end_ahead)
@@ -131,12 +133,17 @@ class Supervisor:
                     name = f"{own or 'serve-'}host"
                     group.create_task(place_models(self._loaded, self._entries, url, name, keeper, front_gone))
                 expected = settings.workers if self._entries is None else 0
-                announcing = group.create_task(announce(base_url(listener), expected))
+                announcing = group.create_task(self._announce(base_url(listener), expected))
                 await keeper.keep(front, environment, keeper.stopping)
                 front_gone.set()
                 announcing.cancel()
         if keeper.fatal is not None:
             raise keeper.fatal
+
+    async def _announce(self, url: str, workers: int) -> None:
+        await announce(url, workers)
+        self._manager.ready(f"ready; {url}")
+        await report(url, self._manager)
 
     def _end_ahead(self) -> None:
         """End the worker that was started ahead, if it is not needed."""
@@ -148,6 +155,10 @@ class Supervisor:
         def begin() -> None:
             if not self._keeper.stopping.is_set():
                 self._keeper.stopping.set()
+                # The front ends first, then the workers, and the broker last.
+                self._manager.stopping(
+                    2 * self._drain + 3 * END_TIMEOUT, "stopping once running requests have finished"
+                )
                 say("stopping once running requests have finished; interrupt again to stop at once", sys.stderr)
 
         def stop() -> None:
@@ -201,33 +212,6 @@ class Supervisor:
             if not is_agents and card.name not in names:
                 await announced.delete(key)
                 log.info("a model of an earlier start is not served any more", model=card.name)
-
-
-async def ready(url: str, workers: int = 1) -> None:
-    """Return when the server at `url` is ready and has at least `workers` workers."""
-    # What listens on all addresses is reached at those of IPv4, too, and at them alone where IPv6 is switched off.
-    urls = dict.fromkeys((url, url.replace("//[::]", "//127.0.0.1")))
-    for each in cycle(urls):
-        with contextlib.suppress(OSError, ValueError):  # it is not there yet, or gone again
-            async with asyncio.timeout(5.0):
-                if await _workers(each) >= workers:
-                    return
-        await asyncio.sleep(0.1)
-
-
-async def _workers(url: str) -> float:
-    """How many workers the server at `url` has; -inf if it is not ready. Raises `OSError`.
-
-    To ask this of a child, no HTTP client is imported, nor made ready for TLS.
-    """
-    place = urlsplit(url)
-    reader, writer = await asyncio.open_connection(place.hostname, place.port)
-    try:
-        writer.write(f"GET /health/ready HTTP/1.1\r\nHost: {place.netloc}\r\nConnection: close\r\n\r\n".encode())
-        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-    finally:
-        writer.close()
-    return float(orjson.loads(body)["workers"]) if head.startswith(b"HTTP/1.1 200 ") else -inf
 
 
 async def announce(url: str, workers: int = 1) -> None:

@@ -26,7 +26,8 @@ from setting_up import set_up
 
 from penstock.api.serve import processes
 from penstock.api.serve.processes import Part, ProcessKeeper, child_environment, keep_broker
-from penstock.api.serve.supervisor import listen, ready, say
+from penstock.api.serve.supervisor import listen, say
+from penstock.api.serve.watching import ready
 from penstock.config.settings import Settings
 from penstock.schemas.errors import BrokerUnavailable, StartupError
 from penstock.streams.nats.broker import JetStreamBroker
