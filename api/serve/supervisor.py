@@ -17,6 +17,7 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import ceil
+from pathlib import Path
 from typing import TextIO
 
 import structlog
@@ -28,13 +29,14 @@ from ...config.process import handle_stop_signals, started_by
 from ...config.service_manager import ServiceManager
 from ...config.settings import Settings
 from ...config.sources import Loaded, variable
+from ...engine.cpu.machine import human
 from ...engine.planning.discovery import find_backend
 from ...engine.planning.manifests import PAGED
 from ...schemas.deployment import SHARED
 from ...schemas.errors import BrokerAway, StartupError
 from ...schemas.models.catalogue import CatalogueEntry
 from ...schemas.registry import ModelCard
-from ...streams.nats.administration.deployment import joined, owned
+from ...streams.nats.administration.deployment import is_agreed, joined, owned
 from ...streams.nats.broker import JetStreamBroker
 from ...streams.nats.servers.server import EmbeddedServer
 from ...streams.records import readable
@@ -83,6 +85,17 @@ def device_shares(settings: Settings, found: Collection[str]) -> list[dict[str, 
     sharing = ceil(settings.workers / len(devices))
     given = {variable("workers"): str(sharing)}
     return [given | {variable("device"): devices[index % len(devices)].strip()} for index in range(settings.workers)]
+
+
+def _limit_of_store(directory: Path) -> int:
+    """What a new store in this directory may hold. Raises `StartupError` where its disk has no room for the least."""
+    free = shutil.disk_usage(directory).free
+    if free < LEAST_STORE:
+        raise StartupError(
+            f"the disk of the state directory {directory} has {human(free)} free, and the broker's store needs "
+            f"{human(LEAST_STORE)} at least; make room, or choose another --state-dir"
+        )
+    return max(LEAST_STORE, free * 3 // 4)
 
 
 class Supervisor:
@@ -191,12 +204,12 @@ class Supervisor:
     async def _set_up(self, url: str) -> None:
         """Agree on our own settings: the flags of the broker's owner change the deployment."""
         loaded, settings = self._loaded, self._settings.model_copy(update={"nats_url": url})
-        if loaded.origins["store_limit"] == "default":
-            free = max(LEAST_STORE, shutil.disk_usage(settings.state_dir).free * 3 // 4)
-            if free < settings.store_limit:
-                log.warning("little disk space, store_limit lowered", store_limit=free)
-                settings = settings.model_copy(update={"store_limit": free})
         async with connected(settings, "serve") as broker:
+            # What is agreed stays: less is free beside what is stored, too.
+            is_new = loaded.origins["store_limit"] == "default" and not await is_agreed(broker, loaded)
+            if is_new and (limit := _limit_of_store(settings.state_dir)) < settings.store_limit:
+                log.warning("little disk space, store_limit lowered", store_limit=limit)
+                settings = settings.model_copy(update={"store_limit": limit})
             await owned(broker, replace(loaded, settings=settings))
             await self._forget_former_models(broker)
 
