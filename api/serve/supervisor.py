@@ -189,8 +189,13 @@ class Supervisor:
         stack.callback(watching.cancel)
         await self._set_up(server.url)
         path = settings.state_dir / URL_FILE
-        path.unlink(missing_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        try:
+            path.unlink(missing_ok=True)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        # Another user's, in a directory in which only their owners remove files, or what is no file.
+        except (PermissionError, IsADirectoryError) as error:
+            raise StartupError(f"cannot replace {path}: {error.strerror}; choose another --state-dir") from error
+        with os.fdopen(descriptor, "w") as file:
             file.write(server.url)
         stack.callback(path.unlink, missing_ok=True)
         return server.url

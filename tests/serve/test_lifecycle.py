@@ -67,6 +67,13 @@ def test_a_stop_signal_lets_running_requests_finish(serve: Serve, number: signal
     assert not (served.state_dir / "nats-url").exists()
 
 
+def test_a_file_of_the_state_directory_that_cannot_be_replaced_is_named(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "state" / "nats-url").mkdir(parents=True)
+    server = start("serve", "--backend", "echo", "--port", "0", "--state-dir", str(tmp_path / "state"))
+    server.wait_for("error: cannot replace .*/state/nats-url: Is a directory; choose another --state-dir")
+    assert server.wait() == 2
+
+
 @pytest.mark.parametrize("host", ["no such host", "192.0.2.1"])
 def test_a_host_that_is_not_this_machine_is_the_fault_that_is_named(host: str) -> None:
     with pytest.raises(StartupError, match=f"cannot listen on {host} port 0: .*; choose another --host"):
