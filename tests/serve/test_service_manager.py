@@ -45,6 +45,7 @@ def test_a_server_tells_when_it_is_ready_lives_and_stops(start: Start, tmp_path:
 PARTS = {
     "stage": (("validate", "tools"), "runs validate, tools"),
     "bridge": (("--port", "0"), "runs the bridge"),
+    "agent": (("--id", "a1"), "runs a1"),
     "worker": (("--backend", "echo"), "serves echo"),
 }
 
