@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
@@ -103,6 +103,21 @@ def _without_halves(raw: bytes) -> bytes:
     if b"\\ud" not in raw.lower():
         return raw
     return _ESCAPE.sub(lambda escape: rb"\ufffd" if escape[1] else escape[0], raw)
+
+
+def whole(value: Any) -> Any:
+    """A text, or JSON's values, in which half a character, of a pair of surrogates, is the replacement character."""
+    match value:
+        case str() if not value.isascii():
+            return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        case Mapping():
+            return {whole(name): whole(each) for name, each in value.items()}
+        case list():
+            return [whole(each) for each in value]
+        case tuple():
+            return tuple(map(whole, value))
+        case _:
+            return value
 
 
 def check_size(raw: bytes) -> None:
