@@ -26,6 +26,7 @@ from .api.serve.adapters import check_adapters
 from .api.serve.backends import report_refused
 from .api.serve.connecting import connected
 from .api.serve.declaring import with_model
+from .api.serve.processes import END_TIMEOUT
 from .api.serve.supervisor import Supervisor, announce, base_url, listen
 from .api.terminal.options import with_settings
 from .config import metrics
@@ -33,6 +34,7 @@ from .config.api_keys import Keys
 from .config.catalogue import offered_models
 from .config.logging import configure_logging
 from .config.process import end_quietly, host, keep_loaded, stop_signal, uncollected
+from .config.service_manager import at_service
 from .config.settings import Settings
 from .config.sources import Loaded
 from .config.tracing import tracing
@@ -202,17 +204,20 @@ async def _parts(
         if listener is None:
             metrics.serve_metrics(settings.host, settings.metrics_port)
         keep_loaded()
-        log.info("running", stages=[part.name for part in parts])
-        if listener is None:
-            await stopping.wait()
-        else:
-            beside = beside_http(pipe.broker, pipe.registry, settings)
-            await serve_http(
-                pipe.broker, pipe.subjects, pipe.registry, settings, listener, stopping, pipe.tracer, beside
-            )
-        for runner in runners:
-            runner.stop()
-        await asyncio.gather(*running)
+        names = [part.name for part in parts]
+        log.info("running", stages=names)
+        drain = 2 * (settings.stop_delay + settings.drain_timeout) + END_TIMEOUT  # of the bridge, and of the stages
+        async with at_service(stopping, drain, f"runs {', '.join(names) or 'the bridge'}"):
+            if listener is None:
+                await stopping.wait()
+            else:
+                beside = beside_http(pipe.broker, pipe.registry, settings)
+                await serve_http(
+                    pipe.broker, pipe.subjects, pipe.registry, settings, listener, stopping, pipe.tracer, beside
+                )
+            for runner in runners:
+                runner.stop()
+            await asyncio.gather(*running)
         for task in background:
             task.cancel()
 
@@ -262,10 +267,11 @@ async def _worker(loaded: Loaded, name: str, revision: int | None = None) -> Non
             keep_loaded()
             log.info("worker ready", worker=name, model=card.model.name, backend=settings.backend, **slow)
             retiring = group.create_task(_retire(pipe.settings, engine, stopping))
-            await stopping.wait()
-            retiring.cancel()
-            runner.stop()
-            await running
+            async with at_service(stopping, pipe.settings.drain_timeout + END_TIMEOUT, f"serves {card.model.name}"):
+                await stopping.wait()
+                retiring.cancel()
+                runner.stop()
+                await running
     finally:
         await asyncio.to_thread(engine.close, 5.0)  # an engine that hangs ends with the process
 

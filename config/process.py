@@ -11,10 +11,11 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 FAMILY = "PENSTOCK_FAMILY"  # the environment variable by which a parent names the family to its children
+SERVICE_MANAGERS = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")  # variables by which one finds its process
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 # Loaded here because `die_with_parent` runs in a forked child, which must not take the loader's locks.
@@ -83,6 +84,13 @@ def host() -> str:
 def family() -> str | None:
     """What the children of one `penstock serve` or `penstock agent` have in common; None for a process alone."""
     return os.environ.get(FAMILY)
+
+
+@functools.cache
+def started_by() -> Mapping[str, str]:
+    """The variables of the service manager that has started this process, such as systemd. The first call takes them
+    out of the environment, so that no child is taken for this process: make it before there are children."""
+    return {name: value for name in SERVICE_MANAGERS if (value := os.environ.pop(name, None)) is not None}
 
 
 def has_ended(where: str, pid: int) -> bool:

@@ -12,8 +12,11 @@ import asyncio
 import contextlib
 import os
 import re
+import threading
 from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 
+import structlog
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, NonRecordingSpan, ProxyTracerProvider, Span, SpanContext, TraceFlags, Tracer
@@ -21,7 +24,13 @@ from opentelemetry.trace import Link, NonRecordingSpan, ProxyTracerProvider, Spa
 from ..schemas.errors import StartupError
 from .settings import Settings
 
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
+log = structlog.get_logger(__name__)
+
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+END_TIMEOUT = 2.0  # seconds in which the last spans are exported
 REASON = "penstock.link"  # attribute of a link: why it is there
 
 _parse = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})").fullmatch
@@ -57,7 +66,16 @@ async def tracing(settings: Settings, name: str) -> AsyncIterator[Tracer | None]
     try:
         yield provider.get_tracer("penstock")
     finally:
-        await asyncio.to_thread(provider.shutdown)
+        await _end(provider)
+
+
+async def _end(provider: TracerProvider) -> None:
+    """Export what is left. A collector that does not answer gets END_TIMEOUT of it: the process must end in time."""
+    ending = threading.Thread(target=provider.shutdown, daemon=True)
+    ending.start()
+    await asyncio.to_thread(ending.join, END_TIMEOUT)
+    if ending.is_alive():
+        log.warning("the collector of traces does not answer, the last ones are lost")
 
 
 def is_traceparent(header: str | None) -> bool:

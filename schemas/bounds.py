@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
@@ -32,13 +33,32 @@ def load_json(raw: bytes) -> Any:
     check_size(raw)
     value = parse_json(raw)
     if raw.count(b"{") + raw.count(b"[") > DEEPEST:
-        level = [value] if isinstance(value, dict | list) else []
-        for _ in range(DEEPEST):
-            values = (each for node in level for each in (node.values() if isinstance(node, dict) else node))
-            level = [each for each in values if isinstance(each, dict | list)]
-        if level:
-            raise ValueError(f"is nested deeper than {DEEPEST} levels.")
+        _check_depth(value, f"is nested deeper than {DEEPEST} levels.")
     return value
+
+
+def load_arguments(text: str, no_number: Callable[[str], Any] | None = None) -> Any:
+    """Parse JSON that a model wrote, with integers of any length, and half a character as `parse_json` takes it.
+
+    `no_number` is called with NaN, Infinity and -Infinity. Raises `ValueError` for what is no JSON or nested too deep.
+    """
+    too_deep = f"it is nested deeper than {DEEPEST} levels"
+    try:
+        value = json.loads(_without_halves(text.encode(errors="replace")).decode(), parse_constant=no_number)
+    except RecursionError:
+        raise ValueError(too_deep) from None
+    if text.count("{") + text.count("[") > DEEPEST:
+        _check_depth(value, too_deep)
+    return value
+
+
+def _check_depth(value: Any, fault: str) -> None:
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(DEEPEST):
+        values = (each for node in level for each in (node.values() if isinstance(node, dict) else node))
+        level = [each for each in values if isinstance(each, dict | list)]
+    if level:
+        raise ValueError(fault)
 
 
 def parse_json(raw: bytes) -> Any:
@@ -83,6 +103,21 @@ def _without_halves(raw: bytes) -> bytes:
     if b"\\ud" not in raw.lower():
         return raw
     return _ESCAPE.sub(lambda escape: rb"\ufffd" if escape[1] else escape[0], raw)
+
+
+def whole(value: Any) -> Any:
+    """A text, or JSON's values, in which half a character, of a pair of surrogates, is the replacement character."""
+    match value:
+        case str() if not value.isascii():
+            return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        case Mapping():
+            return {whole(name): whole(each) for name, each in value.items()}
+        case list():
+            return [whole(each) for each in value]
+        case tuple():
+            return tuple(map(whole, value))
+        case _:
+            return value
 
 
 def check_size(raw: bytes) -> None:

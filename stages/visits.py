@@ -7,14 +7,14 @@ where a stage sends a job later. With tracing on, it has a span.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Self
 
-from opentelemetry.trace import Link, Span, SpanKind, StatusCode, Tracer
+from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer
 
-from ..config.tracing import REASON, link, links, parent, traceparent_of
+from ..config.tracing import link, links, parent, traceparent_of
 from ..schemas.wire.hops import append_hop
 from ..streams.port import HOPS, TRACE_PARENT, Delivery
 from .turns import Turn
@@ -115,14 +115,26 @@ def traced(visit: Visit, tracer: Tracer) -> Iterator[None]:
         visit.span.end()
 
 
-def trace_dispatch(tracer: Tracer | None, worker: str, visits: Sequence[Visit | None]) -> None:
-    """A span for a batch, linked with the jobs in it, and each of these with the batch."""
-    if tracer is None:
-        return
-    spans = [visit.span for visit in visits if visit is not None and visit.span is not None]
-    jobs = [Link(span.get_span_context(), {REASON: "batched"}) for span in spans]
-    attributes: dict[str, str | int] = {"penstock.worker": worker, "penstock.batch_size": len(visits)}
-    dispatch = tracer.start_span("dispatch", parent(None), SpanKind.PRODUCER, attributes, jobs)
-    for span in spans:
-        link(span, traceparent_of(dispatch), "batch")
-    dispatch.end()
+class Dispatch:
+    """The span of a batch, linked with the jobs in it, and each of these with the batch; nothing without a tracer."""
+
+    def __init__(self, tracer: Tracer | None, worker: str) -> None:
+        self._size = 0
+        self._span: Span | None = None
+        if tracer is not None:
+            attributes = {"penstock.worker": worker}
+            self._span = tracer.start_span("dispatch", parent(None), SpanKind.PRODUCER, attributes)
+
+    def sent(self, visit: Visit | None) -> None:
+        """A job is on its way. Call it before its visit ends, as a span that has ended takes no link."""
+        if self._span is None:
+            return
+        self._size += 1
+        if visit is not None and visit.span is not None:
+            link(self._span, traceparent_of(visit.span), "batched")
+            link(visit.span, traceparent_of(self._span), "batch")
+
+    def end(self) -> None:
+        if self._span is not None and self._size:
+            self._span.set_attribute("penstock.batch_size", self._size)
+            self._span.end()

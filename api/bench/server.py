@@ -17,7 +17,7 @@ from ...schemas.errors import StartupError
 from ...schemas.urls import goes_through_proxies
 from ..serve.connecting import connected
 from ..serve.processes import LEAST_DELAY, Part, ProcessKeeper, child_environment
-from ..serve.supervisor import ready
+from ..serve.watching import ready
 from .brokers import Brokers, set_up
 
 START_LIMIT = 180.0  # seconds until all parts run: torch is loaded once for each worker

@@ -27,6 +27,7 @@ from .bridge import Bridge
 log = structlog.get_logger(__name__)
 
 LEAST_PATIENCE = 5.0  # seconds for the answer of a canary
+_LOOKS = 4  # in an interval
 _BUSY = (429, 503, 507)  # a refusal that the pipeline has decided: it works
 _ASKED: dict[Endpoint, dict[str, object]] = {
     "/v1/completions": {"prompt": "ready", "max_tokens": 1, "temperature": 0},
@@ -58,7 +59,7 @@ class Canary:
         """Look again and again, until cancelled."""
         metrics.CANARY.set(1)
         while True:
-            await asyncio.sleep(self._interval / 4)
+            await asyncio.sleep(self._interval / _LOOKS)
             await self.look()
 
     async def look(self) -> None:
@@ -67,7 +68,8 @@ class Canary:
         now = self._clock()
         if self.fault is not None and proven > self._checked:
             self._judge(None)
-        if now - max(proven, self._checked) < self._interval:
+        # An outage ends at any time, and no client's request may come to show it while the bridge is not ready.
+        if now - max(proven, self._checked) < (self._interval / _LOOKS if self.fault else self._interval):
             return
         has_failed = self.fault is not None or failed > proven
         cards = {card.model.name: card.model for card in self._registry.workers}

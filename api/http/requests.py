@@ -39,6 +39,8 @@ from .preparers import Preparers
 Kind = TypeVar("Kind", bound=Body)
 Made = TypeVar("Made")
 
+_SINGLE = ("Penstock-Resumable", "Penstock-Events", "Penstock-Timeout", "Last-Event-ID", "Idempotency-Key")
+
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
@@ -196,6 +198,7 @@ async def _opened(
         name_ignored(request, dropped)
     headers, bridge, tenant = request.headers, gateway.bridge, tenant_of(request)
     request.state.metered = tenant
+    _check_single(headers)
     resumable, status = flag(headers, "Penstock-Resumable"), flag(headers, "Penstock-Events")
     streaming = body.get("stream") is True
     deadline = bridge.broker.now() + _timeout(body, headers, gateway.settings)
@@ -225,6 +228,13 @@ async def _opened(
     if resumable and streaming:
         progress = progress or Progress(reading.request)
     return Opened(reading, progress, status)
+
+
+def _check_single(headers: Headers) -> None:
+    """Of two values one would have to be ignored: the same one may come twice, as proxies may add it."""
+    for name in _SINGLE:
+        if len(given := headers.getlist(name)) > 1 and len(set(given)) > 1:
+            raise InvalidRequest(f"The header {name} has {len(given)} values, not all the same; send one.", param=name)
 
 
 def flag(headers: Headers, name: str) -> bool:

@@ -22,6 +22,7 @@ from ...engine import EmbeddingInput, EngineRequest, InferenceEngine
 from ...engine.blocking import wait_for
 from ...engine.preparing.prepare import Prepared, Preparer
 from ...engine.text.answer_reader import AnswerReader
+from ...schemas.bounds import whole
 from ...schemas.errors import GenerationFailed, InvalidRequest
 from ...schemas.events import Accepted, Delta, Done, FinishReason, Token, Usage
 from ...schemas.jobs import Endpoint
@@ -90,7 +91,8 @@ class OpenAIAdapter:
             running.cancel()
 
     async def _open(self, body: Mapping[str, Any], endpoint: Endpoint, *, streaming: bool) -> _Running:
-        request = parse_request(endpoint, {"model": self.name, **body})
+        read: dict[str, Any] = whole({"model": self.name, **body})  # as over HTTP
+        request = parse_request(endpoint, read)
         name = request.model
         adapter = None if name == self.name else name
         if adapter is not None and adapter not in (names := [info.name for info in self.engine.adapters()]):
@@ -114,10 +116,10 @@ class OpenAIAdapter:
         if isinstance(request, PooledRequest):
             if streaming:
                 raise InvalidRequest("Embeddings and rankings cannot be streamed; call create().", param="stream")
-            renderer = pooled(endpoint, id, {**body, "model": name})
+            renderer = pooled(endpoint, id, {**read, "model": name})
         else:
             created = int(time.time())
-            renderer = Renderer(endpoint, id, name, created, streaming=streaming, extras=Extras.of(body))
+            renderer = Renderer(endpoint, id, name, created, streaming=streaming, extras=Extras.of(read))
             prompts = tuple(map(tuple, prepared.prompts))
             renderer.begin(Accepted(id, name, created, sum(map(len, prompts)), prompts))
         return _Running(self.engine, prepared, renderer, adapter, is_pooled=isinstance(request, PooledRequest))

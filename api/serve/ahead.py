@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from ...config.process import die_with_parent, directory_of_children, python, uncollected
+from ...config.process import die_with_parent, directory_of_children, python, started_by, uncollected
 
 WORKER = ("worker", "--id", "w0")
 """Its arguments: of the first worker of a `serve` with a broker of its own."""
@@ -85,6 +85,7 @@ class AheadWorker:
 def start_ahead(arguments: Sequence[str]) -> None:
     """Start the worker of `penstock` with these arguments, unless it is plain that another one is needed."""
     global _started
+    started_by()
     flags = tuple("--" + name.replace("_", "-") for name in _SAYS_OTHERWISE)
     if (
         list(arguments[:1]) == ["serve"]

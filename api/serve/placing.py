@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import structlog
 
 from ...config.deployment import explicit
 from ...config.metrics import Exposition, serve_metrics
+from ...config.service_manager import at_service
 from ...config.settings import Settings
 from ...config.sources import Loaded
 from ...schemas.deployment import SHARED
@@ -21,7 +23,7 @@ from ...streams.stores.registry import Registry
 from ...streams.topology import Subjects
 from .agent import ModelAgent
 from .connecting import connected
-from .processes import OUR_FAMILY, ProcessKeeper, child_environment
+from .processes import END_TIMEOUT, OUR_FAMILY, ProcessKeeper, child_environment
 
 log = structlog.get_logger(__name__)
 
@@ -67,4 +69,6 @@ async def place_models(
             await workers.listen(broker, Subjects(settings.namespace), OUR_FAMILY)
             serve_metrics(settings.host, settings.metrics_port, Exposition(workers.texts))
         log.info("agent runs", agent=name)
-        await ModelAgent(broker, store, settings, name, keeper, environment).run(until)
+        drain = settings.drain_timeout + END_TIMEOUT
+        async with at_service(until, drain, f"runs {name}") if alone else contextlib.nullcontext():
+            await ModelAgent(broker, store, settings, name, keeper, environment).run(until)

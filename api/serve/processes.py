@@ -27,6 +27,7 @@ log = structlog.get_logger(__name__)
 FATAL_EXIT = 2
 LEAST_DELAY, MOST_DELAY = 0.5, 15.0  # seconds before a child that dies again and again is restarted
 OUR_FAMILY = secrets.token_hex(8)  # by which children of this process know each other
+END_TIMEOUT = 10.0  # seconds that a child may take to end, beside its drain
 STEADY = 30.0  # seconds of life after which a child is restarted at once
 
 
@@ -117,7 +118,9 @@ class ProcessKeeper:
             if not exited.done():
                 child.terminate()
                 killed = asyncio.create_task(self.at_once.wait())
-                await asyncio.wait({exited, killed}, timeout=self._drain + 10.0, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    {exited, killed}, timeout=self._drain + END_TIMEOUT, return_when=asyncio.FIRST_COMPLETED
+                )
                 killed.cancel()
             if not exited.done():
                 child.kill()

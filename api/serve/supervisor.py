@@ -16,27 +16,27 @@ import socket
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from itertools import cycle
-from math import ceil, inf
+from math import ceil
+from pathlib import Path
 from typing import TextIO
-from urllib.parse import urlsplit
 
-import orjson
 import structlog
 
 from ...config.broker import LEAST_STORE, check_broker
 from ...config.deployment import explicit
 from ...config.log_lines import LogLines
-from ...config.process import handle_stop_signals
+from ...config.process import handle_stop_signals, started_by
+from ...config.service_manager import ServiceManager
 from ...config.settings import Settings
 from ...config.sources import Loaded, variable
+from ...engine.cpu.machine import human
 from ...engine.planning.discovery import find_backend
 from ...engine.planning.manifests import PAGED
 from ...schemas.deployment import SHARED
 from ...schemas.errors import BrokerAway, StartupError
 from ...schemas.models.catalogue import CatalogueEntry
 from ...schemas.registry import ModelCard
-from ...streams.nats.administration.deployment import joined, owned
+from ...streams.nats.administration.deployment import is_agreed, joined, owned
 from ...streams.nats.broker import JetStreamBroker
 from ...streams.nats.servers.server import EmbeddedServer
 from ...streams.records import readable
@@ -45,7 +45,8 @@ from .ahead import take_ahead
 from .connecting import URL_FILE, connected
 from .hosting import gpus
 from .placing import place_models
-from .processes import Part, ProcessKeeper, child_environment, keep_broker
+from .processes import END_TIMEOUT, Part, ProcessKeeper, child_environment, keep_broker
+from .watching import ready, report
 
 log = structlog.get_logger(__name__)
 
@@ -86,6 +87,17 @@ def device_shares(settings: Settings, found: Collection[str]) -> list[dict[str, 
     return [given | {variable("device"): devices[index % len(devices)].strip()} for index in range(settings.workers)]
 
 
+def _limit_of_store(directory: Path) -> int:
+    """What a new store in this directory may hold. Raises `StartupError` where its disk has no room for the least."""
+    free = shutil.disk_usage(directory).free
+    if free < LEAST_STORE:
+        raise StartupError(
+            f"the disk of the state directory {directory} has {human(free)} free, and the broker's store needs "
+            f"{human(LEAST_STORE)} at least; make room, or choose another --state-dir"
+        )
+    return max(LEAST_STORE, free * 3 // 4)
+
+
 class Supervisor:
     """Runs until a signal, or until a child exits with an error that only an operator can fix."""
 
@@ -94,13 +106,16 @@ class Supervisor:
         self._loaded = loaded
         self._entries = entries
         self._settings = loaded.settings
-        self._keeper = ProcessKeeper(loaded.settings.stop_delay + loaded.settings.drain_timeout)
+        self._drain = loaded.settings.stop_delay + loaded.settings.drain_timeout
+        self._keeper = ProcessKeeper(self._drain)
+        self._manager = ServiceManager(started_by())
 
     async def run(self) -> None:
         settings, keeper = self._settings, self._keeper
         check_broker(settings)
         listener = listen(settings.host, settings.port)
         self._on_signals()
+        self._manager.status("starting")
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(listener.close)
             stack.callback(self._end_ahead)
@@ -131,12 +146,17 @@ class Supervisor:
                     name = f"{own or 'serve-'}host"
                     group.create_task(place_models(self._loaded, self._entries, url, name, keeper, front_gone))
                 expected = settings.workers if self._entries is None else 0
-                announcing = group.create_task(announce(base_url(listener), expected))
+                announcing = group.create_task(self._announce(base_url(listener), expected))
                 await keeper.keep(front, environment, keeper.stopping)
                 front_gone.set()
                 announcing.cancel()
         if keeper.fatal is not None:
             raise keeper.fatal
+
+    async def _announce(self, url: str, workers: int) -> None:
+        await announce(url, workers)
+        self._manager.ready(f"ready; {url}")
+        await report(url, self._manager)
 
     def _end_ahead(self) -> None:
         """End the worker that was started ahead, if it is not needed."""
@@ -148,6 +168,10 @@ class Supervisor:
         def begin() -> None:
             if not self._keeper.stopping.is_set():
                 self._keeper.stopping.set()
+                # The front ends first, then the workers, and the broker last.
+                self._manager.stopping(
+                    2 * self._drain + 3 * END_TIMEOUT, "stopping once running requests have finished"
+                )
                 say("stopping once running requests have finished; interrupt again to stop at once", sys.stderr)
 
         def stop() -> None:
@@ -165,8 +189,13 @@ class Supervisor:
         stack.callback(watching.cancel)
         await self._set_up(server.url)
         path = settings.state_dir / URL_FILE
-        path.unlink(missing_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        try:
+            path.unlink(missing_ok=True)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        # Another user's, in a directory in which only their owners remove files, or what is no file.
+        except (PermissionError, IsADirectoryError) as error:
+            raise StartupError(f"cannot replace {path}: {error.strerror}; choose another --state-dir") from error
+        with os.fdopen(descriptor, "w") as file:
             file.write(server.url)
         stack.callback(path.unlink, missing_ok=True)
         return server.url
@@ -180,12 +209,12 @@ class Supervisor:
     async def _set_up(self, url: str) -> None:
         """Agree on our own settings: the flags of the broker's owner change the deployment."""
         loaded, settings = self._loaded, self._settings.model_copy(update={"nats_url": url})
-        if loaded.origins["store_limit"] == "default":
-            free = max(LEAST_STORE, shutil.disk_usage(settings.state_dir).free * 3 // 4)
-            if free < settings.store_limit:
-                log.warning("little disk space, store_limit lowered", store_limit=free)
-                settings = settings.model_copy(update={"store_limit": free})
         async with connected(settings, "serve") as broker:
+            # What is agreed stays: less is free beside what is stored, too.
+            is_new = loaded.origins["store_limit"] == "default" and not await is_agreed(broker, loaded)
+            if is_new and (limit := _limit_of_store(settings.state_dir)) < settings.store_limit:
+                log.warning("little disk space, store_limit lowered", store_limit=limit)
+                settings = settings.model_copy(update={"store_limit": limit})
             await owned(broker, replace(loaded, settings=settings))
             await self._forget_former_models(broker)
 
@@ -201,33 +230,6 @@ class Supervisor:
             if not is_agents and card.name not in names:
                 await announced.delete(key)
                 log.info("a model of an earlier start is not served any more", model=card.name)
-
-
-async def ready(url: str, workers: int = 1) -> None:
-    """Return when the server at `url` is ready and has at least `workers` workers."""
-    # What listens on all addresses is reached at those of IPv4, too, and at them alone where IPv6 is switched off.
-    urls = dict.fromkeys((url, url.replace("//[::]", "//127.0.0.1")))
-    for each in cycle(urls):
-        with contextlib.suppress(OSError, ValueError):  # it is not there yet, or gone again
-            async with asyncio.timeout(5.0):
-                if await _workers(each) >= workers:
-                    return
-        await asyncio.sleep(0.1)
-
-
-async def _workers(url: str) -> float:
-    """How many workers the server at `url` has; -inf if it is not ready. Raises `OSError`.
-
-    To ask this of a child, no HTTP client is imported, nor made ready for TLS.
-    """
-    place = urlsplit(url)
-    reader, writer = await asyncio.open_connection(place.hostname, place.port)
-    try:
-        writer.write(f"GET /health/ready HTTP/1.1\r\nHost: {place.netloc}\r\nConnection: close\r\n\r\n".encode())
-        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-    finally:
-        writer.close()
-    return float(orjson.loads(body)["workers"]) if head.startswith(b"HTTP/1.1 200 ") else -inf
 
 
 async def announce(url: str, workers: int = 1) -> None:

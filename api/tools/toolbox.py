@@ -17,6 +17,7 @@ from jsonschema.validators import validator_for
 
 from ...config.settings import Settings
 from ...schemas.base import tool_name
+from ...schemas.bounds import load_arguments
 from ...schemas.errors import InvalidRequest, ToolFailed
 from ...schemas.loops import KeepImage, LoopTool, Source, ToolResult
 from .functions import Function, find_functions
@@ -195,11 +196,10 @@ def parse_arguments(tool: LoopTool, arguments: str) -> dict[str, Any]:
     Raises `ToolFailed` with a message that lets the model correct them.
     """
     try:
-        given = json.loads(arguments if arguments.strip() else "{}", parse_constant=_no_number)
+        given = load_arguments(arguments if arguments.strip() else "{}", _no_number)
         if not isinstance(given, dict):
             raise ValueError("it is no object")
-        json.dumps(given).encode()
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ToolFailed(
             f"The arguments of {tool.name} are not a JSON object ({error}). "
             f"Its schema is {json.dumps(tool.parameters, ensure_ascii=False)[:MAX_SCHEMA]}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import SupportsIndex, cast
 
+from ...schemas.bounds import whole
 from ...schemas.errors import InvalidRequest
 from ...schemas.params import GenerationParams
 from ..backend import Backend
@@ -90,7 +91,7 @@ class Prompts:
             raise InvalidRequest("Images cannot be embedded; send text.", code="unsupported_capability")
         if isinstance(prompt, str):
             length = self._backend.info.context_length
-            return tuple(encode_within(self._backend.tokenizer, _whole(prompt), length, "prompt"))
+            return tuple(encode_within(self._backend.tokenizer, whole(prompt), length, "prompt"))
         if not isinstance(prompt, _UNORDERED_OR_BYTES):  # whose parts are numbers, too
             with suppress(TypeError):
                 return tuple(map(index, prompt))
@@ -117,12 +118,3 @@ def _check(params: object) -> None:
 def _kind(given: object) -> str:
     parts = {type(each).__name__ for each in given} if isinstance(given, list | tuple) else set()
     return f"{type(given).__name__}{' of ' if parts else ''}{' and '.join(sorted(parts))}"
-
-
-def _whole(text: str) -> str:
-    """Text in which half a character, of a pair of surrogates, is the replacement character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return text

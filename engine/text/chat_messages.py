@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
+from ...schemas.bounds import load_arguments
 from ...schemas.errors import InvalidRequest
 
 _LOOPS_OVER_CONTENT = re.compile(r"\bfor\s+\w+\s+in\s+\w+(\.content|\[['\"]content['\"]\])")
@@ -19,8 +19,8 @@ def normalise(
 
     Role "developer" becomes "system", content parts become one string (or the other way round for a template that only
     takes parts), null content an empty string, and arguments of tool calls, JSON in a string, become objects. Those
-    that are no JSON object stay text, as the model wrote them, or are left out with `objects_alone`. Content with parts
-    of type "image", which are marks without data, stays as it is.
+    that are no JSON object, or are nested too deep, stay text, as the model wrote them, or are left out with
+    `objects_alone`. Content with parts of type "image", which are marks without data, stays as it is.
     Raises `InvalidRequest` for content that is neither.
     """
     takes_parts = reads_parts(template) and "is string" not in template
@@ -102,7 +102,7 @@ def _arguments(text: object) -> object:
     if not isinstance(text, str):
         return text
     try:
-        found = json.loads(text) if text.strip() else {}
+        found = load_arguments(text) if text.strip() else {}
     except ValueError:
         return text
     return found if isinstance(found, dict) else text

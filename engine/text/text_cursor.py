@@ -7,13 +7,13 @@ into pieces. Run a `Parsing` with `yield from`.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import lru_cache, reduce
 from typing import Any, TypeVar
 
+from ...schemas.bounds import load_arguments
 from ...schemas.events import ToolCallDelta
 from ...schemas.jobs import Form
 from .literals import Literal
@@ -152,7 +152,7 @@ class TextCursor:
         parts: list[str] = []
         if (yield from self.skip_space()) not in ("'", '"') or not (yield from self.copy_literal(parts.append)):
             return None
-        return str(json.loads("".join(parts)))
+        return str(load_arguments("".join(parts)))
 
     def parameters_of(self, name: str) -> dict[str, Any] | None:
         """The JSON Schema of a tool's parameters; None if there is no such tool."""

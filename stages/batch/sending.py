@@ -15,7 +15,7 @@ from ...schemas.registry import WorkerCard
 from ...schemas.wire import codec
 from ...streams.port import SCHEMA
 from ..contract import Pipe
-from ..visits import trace_dispatch
+from ..visits import Dispatch
 from .lanes import Waiting
 from .seats import Seats
 
@@ -34,7 +34,8 @@ class Sender:
     async def send(self, worker: WorkerCard, seats: Seats, chosen: list[Waiting]) -> list[Waiting]:
         """Publish the jobs and settle their deliveries, for good or bad; returns those for which INFER has no room."""
         id, oldest, size = uuid.uuid4().hex, seats.oldest, len(chosen)
-        sending = [self._send_one(id, worker, seats, waiting, oldest, size) for waiting in chosen]
+        dispatch = Dispatch(self._pipe.tracer, worker.id)
+        sending = [self._send_one(id, worker, seats, waiting, oldest, size, dispatch) for waiting in chosen]
         if size == 1:  # a task takes a turn of the event loop
             left = [await sending[0]]
         else:
@@ -43,11 +44,18 @@ class Sender:
         if sent:
             metrics.BATCH_SIZE.observe(len(sent))
             metrics.SEATS_SENT.inc(sum(worker.seats_of(waiting.job) for waiting in sent))
-            trace_dispatch(self._pipe.tracer, worker.id, [waiting.visit for waiting in sent])
+            dispatch.end()
         return [waiting for waiting, remains in zip(chosen, left, strict=True) if remains]
 
     async def _send_one(
-        self, id: str, worker: WorkerCard, seats: Seats, waiting: Waiting, oldest: int, size: int
+        self,
+        id: str,
+        worker: WorkerCard,
+        seats: Seats,
+        waiting: Waiting,
+        oldest: int,
+        size: int,
+        dispatch: Dispatch,
     ) -> bool:
         """Whether the job still waits, because INFER is full."""
         batch = InferenceBatch(
@@ -75,6 +83,7 @@ class Sender:
         if (sent := seats.in_flight.get(waiting.number)) is not None:  # else the worker was faster
             sent.sequence = stored.sequence
         if not waiting.sent.done():
+            dispatch.sent(waiting.visit)
             waiting.sent.set_result(True)
         return False
 

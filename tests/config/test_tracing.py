@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
+import structlog
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from penstock.config.settings import Settings
 from penstock.config.tracing import ENDPOINTS, is_traceparent, span_context, tracing
@@ -25,6 +31,36 @@ async def test_without_the_sdk_a_collector_is_an_error(monkeypatch: pytest.Monke
     with pytest.raises(StartupError, match=r"penstock\[otel\]"):
         async with tracing(settings, "test"):
             pass
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_collector_that_does_not_answer_holds_no_process_up(
+    monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    got, going_on = threading.Event(), threading.Event()
+
+    class Collector(SpanExporter):
+        def __init__(self, endpoint: str) -> None:
+            assert endpoint == "http://127.0.0.1:9/v1/traces"
+
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            got.set()
+            if not answers:
+                going_on.wait()
+            return SpanExportResult.SUCCESS
+
+    name = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(OTLPSpanExporter=Collector))
+    if not answers:
+        monkeypatch.setattr("penstock.config.tracing.END_TIMEOUT", 0.01)
+    with structlog.testing.capture_logs() as logged:
+        async with tracing(Settings(otlp_endpoint="http://127.0.0.1:9"), "test") as tracer:
+            assert tracer is not None
+            tracer.start_span("a request").end()
+    late = "the collector of traces does not answer, the last ones are lost"
+    assert [line["event"] for line in logged] == ([] if answers else [late])
+    going_on.set()
+    assert got.wait(60)
 
 
 @pytest.mark.parametrize(

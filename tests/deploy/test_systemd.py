@@ -26,9 +26,9 @@ def values(unit: Path, key: str, instance: str) -> list[str]:
 
 
 def test_there_is_one_for_each_kind_of_part() -> None:
-    assert len(UNITS) == 5
+    assert len(UNITS) == 6
     commands = [values(unit, "ExecStart", name)[0].split()[1:3] for unit in UNITS for name in instances(unit)]
-    assert [words[0] for words in commands] == ["bridge", "nats", *["stage"] * 5, "worker"]
+    assert [words[0] for words in commands] == ["bridge", "nats", *["stage"] * 5, "worker", "serve"]
     assert ["nats", "setup"] in commands
     assert {words[1] for words in commands if words[0] == "stage"} == {*STAGES, "tools"}
 
@@ -45,8 +45,20 @@ def test_it_runs_a_command_of_ours_as_the_user_of_its_role(unit: Path, tmp_path:
         loaded = dict(one.split(":") for one in values(unit, "LoadCredential", instance))
         named = re.findall(r"\$\{CREDENTIALS_DIRECTORY\}/(\S+)", line)
         assert set(named) == loaded.keys()
+        if arguments[0] == "serve":  # with a broker of its own
+            continue
         user = given["PENSTOCK_NATS_INBOX_PREFIX"].removeprefix("_in_")
         assert loaded["nkey"] == f"/etc/penstock/users/{user}.nk" and Path(loaded["nkey"]).name in role_files()
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_what_it_starts_tells_that_it_is_ready_and_lives(unit: Path) -> None:
+    """Those that stay; `tests/serve/test_service_manager.py` has them do it."""
+    (kind,) = values(unit, "Type", "0")
+    stays = kind != "oneshot"
+    assert kind == ("notify" if stays else "oneshot")
+    assert values(unit, "TimeoutStartSec", "0") == ["infinity"]
+    assert len(values(unit, "WatchdogSec", "0")) == stays
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not here")

@@ -56,8 +56,9 @@ def answer(server: Process) -> httpx.Response:
 
 def test_it_serves_with_the_settings_that_are_read_later(start: Start, tmp_path: Path) -> None:
     (tmp_path / "penstock.toml").write_text('served_model_name = "mine"\nmax_sequence_length = 300\n')
-    server = start("serve", *OWN, environment={"ANOTHER": LONG, "AND_ANOTHER": LONG})
+    server = start("serve", *OWN, environment={"ANOTHER": LONG, "AND_ANOTHER": LONG, "NOTIFY_SOCKET": "@nobody"})
     ahead = first_worker(server)
+    assert "NOTIFY_SOCKET" not in ahead.environ()  # which is for the server alone
     assert answer(server).status_code == 200
     (worker,), (broker,) = children(server, "penstock worker"), children(server, "nats-server")
     assert worker.pid == ahead.pid and worker.create_time() < broker.create_time()

@@ -26,7 +26,8 @@ from setting_up import set_up
 
 from penstock.api.serve import processes
 from penstock.api.serve.processes import Part, ProcessKeeper, child_environment, keep_broker
-from penstock.api.serve.supervisor import listen, ready, say
+from penstock.api.serve.supervisor import listen, say
+from penstock.api.serve.watching import ready
 from penstock.config.settings import Settings
 from penstock.schemas.errors import BrokerUnavailable, StartupError
 from penstock.streams.nats.broker import JetStreamBroker
@@ -64,6 +65,13 @@ def test_a_stop_signal_lets_running_requests_finish(serve: Serve, number: signal
     assert served.process.wait() == 0
     assert gone(family)
     assert not (served.state_dir / "nats-url").exists()
+
+
+def test_a_file_of_the_state_directory_that_cannot_be_replaced_is_named(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "state" / "nats-url").mkdir(parents=True)
+    server = start("serve", "--backend", "echo", "--port", "0", "--state-dir", str(tmp_path / "state"))
+    server.wait_for("error: cannot replace .*/state/nats-url: Is a directory; choose another --state-dir")
+    assert server.wait() == 2
 
 
 @pytest.mark.parametrize("host", ["no such host", "192.0.2.1"])

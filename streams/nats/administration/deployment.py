@@ -106,6 +106,11 @@ async def owned(broker: JetStreamBroker, loaded: Loaded) -> Settings:
     return adopt(loaded.settings, wanted)
 
 
+async def is_agreed(broker: JetStreamBroker, loaded: Loaded) -> bool:
+    """Whether a deployment has been set up there before."""
+    return (await Deployment(broker, loaded).agreed()).revision > 0
+
+
 class Deployment:
     """The deployment in a namespace, as seen by a process with these settings."""
 

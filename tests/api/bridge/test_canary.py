@@ -119,7 +119,7 @@ async def test_what_fails_is_told_with_the_reason_until_it_works_again(watched: 
         assert answer["fault"]["reason"]
         assert metrics.REGISTRY.get_sample_value("penstock_answering") == 0
         watched.backend.is_broken = False
-        await watched.look_after(INTERVAL)
+        await watched.look_after(INTERVAL / 4)
         assert (await watched.ready())[0] == 200
     events = [line["event"] for line in lines]
     assert events.count("requests are not answered") == 1

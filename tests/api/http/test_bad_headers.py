@@ -29,6 +29,11 @@ FAULTS: list[tuple[dict[str, Any], dict[str, str], int, str, str, str]] = [
     ({}, {"Last-Event-ID": "cmpl-unknown/1:1"}, 404, "stream_not_found", "", "no such request"),
     ({}, {"Idempotency-Key": "k" * 256}, 400, "invalid_value", "Idempotency-Key", "1 to 255 characters, not 256"),
     ({}, {"Idempotency-Key": ""}, 400, "invalid_value", "Idempotency-Key", "1 to 255 characters"),
+    *(
+        ({}, {name: "1", name.lower(): "2"}, 400, "invalid_value", name, "has 2 values, not all the same; send one")
+        for name in ("Idempotency-Key", "Last-Event-ID", "Penstock-Timeout", "Penstock-Resumable")
+    ),
+    ({}, {"Penstock-Timeout": "-1", "penstock-timeout": "-1"}, 400, "invalid_value", "Penstock-Timeout", "above 0"),
     ({"timeout": 0}, {}, 400, "invalid_value", "timeout", "above 0"),
     ({"timeout": -1.5}, {}, 400, "invalid_value", "timeout", "above 0"),
     ({"timeout": True}, {}, 400, "invalid_value", "timeout", "a number of seconds"),

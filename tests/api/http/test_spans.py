@@ -164,6 +164,25 @@ def test_a_request_is_one_trace_from_the_client_through_every_stage(traced: Trac
     assert "secret" not in str([span.to_json() for span in traced.exporter.get_finished_spans()])
 
 
+def test_all_jobs_of_a_batch_and_the_batch_are_linked(traced: Traced) -> None:
+    count = 12
+    traced.model.texts = ["an answer"] * count
+    traced.exporter.clear()
+
+    async def asked() -> None:
+        bodies = [BODY | {"prompt": f"job {job}"} for job in range(count)]
+        answers = await asyncio.gather(*(ask(traced.app, "POST", "/v1/completions", body) for body in bodies))
+        assert [answer.status for answer in answers] == [200] * count
+        await traced.until("batch", count)
+
+    traced.run(asked())
+    dispatches = traced.spans("dispatch")
+    sent = [(link.context.span_id, id_of(span)) for span in dispatches for link in span.links]
+    batched = [(id_of(span), link.context.span_id) for span in traced.spans("batch") for link in span.links]
+    assert len(batched) == count and sorted(sent) == sorted(batched)
+    assert sum(int(attributes_of(span)["penstock.batch_size"]) for span in dispatches) == count
+
+
 def test_a_refusal_is_an_error(traced: Traced) -> None:
     traced.exporter.clear()
     response = traced.run(ask(traced.app, "POST", "/v1/completions", BODY | {"max_tokens": 100_000}))

@@ -40,6 +40,18 @@ def test_a_whole_answer(adapter: OpenAIAdapter) -> None:
     assert read.choices[0].logprobs is not None and read.choices[0].logprobs.content
 
 
+def test_half_a_character_is_the_replacement_character_wherever_it_stands(adapter: OpenAIAdapter) -> None:
+    def body(text: str) -> dict[str, Any]:
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({text: 1})}}
+        said = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": text}]
+        tool = {"type": "function", "function": {"name": "f", "description": text, "parameters": {"title": text}}}
+        return CHAT | {"messages": [{"role": "user", "content": text}, *said], "tools": [tool], "stop": [text]}
+
+    answers = [adapter.create(body(text)) for text in ("a \ud83d", "a \ufffd")]
+    assert answers[0]["usage"]["prompt_tokens"] == answers[1]["usage"]["prompt_tokens"]
+    assert answers[0]["choices"] == answers[1]["choices"]
+
+
 async def test_a_stream_adds_up_to_the_whole(adapter: OpenAIAdapter) -> None:
     whole = await adapter.acreate(CHAT)
     chunks = [chunk async for chunk in adapter.stream({**CHAT, "stream_options": {"include_usage": True}})]

@@ -100,7 +100,7 @@ async def test_calls_run_at_once_and_answer_in_order(toolbox: Toolbox, server: M
         ('{"a": 1', "The arguments of add are not a JSON object (Expecting"),
         ("[1, 2]", "The arguments of add are not a JSON object (it is no object)"),
         ('{"a": NaN}', "(NaN is not a number)"),
-        ("[" * 100_000, "The arguments of add are not a JSON object"),
+        ("[" * 100_000, "The arguments of add are not a JSON object (it is nested deeper than 128 levels)"),
         ('{"a": "one", "b": 2}', "The arguments of add are wrong: at $.a: 'one' is not of type 'integer'"),
         ('{"a": 1}', "The arguments of add are wrong: at $: 'b' is a required property"),
         ('{"a": 1, "b": 2, "c": 3}', "('c' was unexpected)"),

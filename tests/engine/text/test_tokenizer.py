@@ -90,8 +90,10 @@ def test_arguments_of_tool_calls_become_objects(tokenizer: Tokenizer) -> None:
     tokenizer._templates = ChatTemplates(whole, {})
     for empty in ("", " ", "{}"):
         assert tokenizer.render_chat([message(empty)]) == "{}"
-    for text in ('{"city', "[1]", "null"):
+    for text in ('{"city', "[1]", "null", '{"a":' * 300 + "1" + "}" * 300, "[" * 100_000):
         assert tokenizer.render_chat([message(text)]) == text
+    half = tokenizer.render_chat([message('{"c": "\\ud83d", "\\uDE00": 1}')])
+    assert half == repr({"c": "\ufffd", "\ufffd": 1}) and tokenizer.encode(half)
     tokenizer._templates = ChatTemplates(whole.replace("arguments", "arguments | items | list"), {})
     assert tokenizer.render_chat([message('{"city')]) == "[]"  # it takes objects alone
     assert tokenizer.render_chat([message('{"city": "Bern"}')]) == "[('city', 'Bern')]"
