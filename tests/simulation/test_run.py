@@ -79,7 +79,7 @@ def test_the_laws_hold_at_the_rate_of_a_hundred_workers_of_whom_ten_die() -> Non
     """And no request leaves a cycle behind: garbage is seldom collected in a run."""
     loaded = parse_scenario(
         {
-            "jobs": 2000,
+            "jobs": 1300,
             "settings": {"relay_interval": 1.0},
             "workers": [WORKERS | {"count": 100, "seats": 16}],
             "tenants": [
