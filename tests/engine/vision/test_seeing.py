@@ -99,7 +99,8 @@ def truth(config_of: ConfigOf, reference_of: Callable[[str], Any]) -> Truth:
                 engine = running or stack.enter_context(InferenceEngine(config_of(family)))
                 requests, processor = requests_of(engine, [*prompts(engine), TEXT], GREEDY), engine.sight.processor
                 assert processor is not None
-                said = said or [output.token_ids for output in engine.generate([*prompts(engine), TEXT], GREEDY)]
+                mixed: list[Prompt] = [*prompts(engine), TEXT]
+                said = said or [output.token_ids for output in engine.generate(mixed, GREEDY)]
                 asked, model = zip(requests, said, strict=True), reference_of(family)
                 made[family] = requests, [expected(model, one, processor, family, COUNT, it) for one, it in asked]
         return made[family]
