@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import groupby, zip_longest
 from pathlib import Path
 
@@ -43,6 +44,10 @@ _num_modules = 0  # when the last were found to be no garbage
 SLOW = tuple(  # with many processes
     f"tests/{folder}/" for folder in ("serve", "deploy", "api/bench", "docs", "examples", "stages")
 )
+SERVERS = ("echo_server", "model_server", "tool_server")  # that tests share; each also takes time when it is idle
+_running: dict[str, ExitStack] = {}
+_last_users: dict[str, int] = {}  # the place of the last file that uses it, among all in the order in which they run
+_places: dict[Path, int] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,19 +66,35 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where several processes share the files, slow ones begin, or else a process would run the last one alone.
 
-    Each is followed by a quick one, so that not all processes wait at the same time.
+    Each is followed by a quick one, so that not all processes wait at the same time. Of both those come first that
+    share a server, which ends after the last of them.
     """
     if hasattr(config, "workerinput"):
         files = [[*group] for _, group in groupby(items, lambda item: item.path)]
+        files.sort(key=lambda file: not any(map(_servers_of, file)))
         slow = [file for folder in SLOW for file in files if file[0].nodeid.startswith(folder)]
         quick = [file for file in files if not file[0].nodeid.startswith(SLOW)]
         pairs = zip_longest(slow, quick, fillvalue=list[pytest.Item]())
         items[:] = [item for pair in pairs for file in pair for item in file]
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    for place, item in enumerate(session.items):
+        _places.setdefault(item.path, place)
+        _last_users.update(dict.fromkeys(_servers_of(item), _places[item.path]))
     gc.freeze()
     gc.enable()
+
+
+def _servers_of(item: pytest.Item) -> set[str]:
+    return {*SERVERS} & {*getattr(item, "fixturenames", ())}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ended_servers(request: pytest.FixtureRequest) -> None:
+    """Those that neither this file nor a later one uses."""
+    for name in [name for name in _running if _last_users[name] < _places[request.path]]:
+        _running.pop(name).close()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -129,13 +150,14 @@ def serve(start: Start, tmp_path: Path) -> Serve:
 @pytest.fixture(scope="session")
 def echo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One `penstock serve --backend echo` for all tests that only talk to it."""
-    yield from _session_server(tmp_path_factory, "--backend", "echo")
+    yield from _shared_server("echo_server", tmp_path_factory, "--backend", "echo")
 
 
 @pytest.fixture(scope="session")
 def model_server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Served]:
     """One server of the tiny model in float32, for all tests that only talk to it."""
-    yield from _session_server(tmp_path_factory, str(tiny_model), "--dtype", "float32", "--served-model-name", "tiny")
+    named = ("--served-model-name", "tiny")
+    yield from _shared_server("model_server", tmp_path_factory, str(tiny_model), "--dtype", "float32", *named)
 
 
 @pytest.fixture(scope="session")
@@ -149,7 +171,7 @@ def tool_model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Pa
 
 @pytest.fixture(scope="session")
 def tool_server(tmp_path_factory: pytest.TempPathFactory, tool_model: Path) -> Iterator[Served]:
-    yield from _session_server(tmp_path_factory, str(tool_model), "--dtype", "float32")
+    yield from _shared_server("tool_server", tmp_path_factory, str(tool_model), "--dtype", "float32")
 
 
 @pytest.fixture(scope="session")
@@ -160,6 +182,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def _session_server(factory: pytest.TempPathFactory, *arguments: str) -> Iterator[Served]:
-    with serving(factory.mktemp("serve") / "state", *arguments) as served:
-        yield served
+def _shared_server(name: str, factory: pytest.TempPathFactory, *arguments: str) -> Iterator[Served]:
+    with ExitStack() as stack:
+        _running[name] = stack
+        yield stack.enter_context(serving(factory.mktemp("serve") / "state", *arguments))

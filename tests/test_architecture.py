@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -278,6 +279,7 @@ def _rooms() -> list[str]:
     return sorted({file.rpartition("/")[0].replace("/", ".") for file in _files() if "/" in file})
 
 
+@cache
 def _files() -> list[str]:
     """All product code, relative to the root."""
     files = [*ROOT.glob("*.py"), *(file for folder in _folders() for file in (ROOT / folder).rglob("*.py"))]
@@ -287,7 +289,7 @@ def _files() -> list[str]:
 def _arrows(name: str, source: str) -> Iterator[Arrow]:
     """Every import of Penstock's own modules, wherever in the file it stands."""
     package = ["penstock", *name.split("/")[:-1]]
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(_tree(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] == "penstock":
@@ -302,6 +304,7 @@ def _arrows(name: str, source: str) -> Iterator[Arrow]:
                 yield Arrow(f"{below}.{alias.name}".strip(".") if _room(below) == below else below, node.lineno)
 
 
+@cache
 def _room(target: str) -> str:
     """The room that an imported name lies in."""
     while target and not (ROOT / target.replace(".", "/")).is_dir():
@@ -326,8 +329,14 @@ def _faults(name: str, source: str) -> list[str]:
     return faults
 
 
+@cache
 def _source(name: str) -> str:
     return (ROOT / name).read_text("utf-8")
+
+
+@cache
+def _tree(source: str) -> ast.Module:
+    return ast.parse(source)
 
 
 def test_every_room_has_its_arrows() -> None:
@@ -340,9 +349,8 @@ def test_engine_and_streams_never_meet() -> None:
         assert other not in ARROWS[room]
 
 
-@pytest.mark.parametrize("name", _files())
-def test_imports_follow_the_table(name: str) -> None:
-    assert _faults(name, _source(name)) == []
+def test_imports_follow_the_table() -> None:
+    assert [fault for name in _files() for fault in _faults(name, _source(name))] == []
 
 
 @pytest.mark.parametrize(
@@ -403,12 +411,14 @@ def test_arrow_along_the_tables_is_let_pass(name: str, source: str) -> None:
     assert _faults(name, source) == []
 
 
-@pytest.mark.parametrize("name", _files())
-def test_product_code_imports_itself_relatively(name: str) -> None:
-    for node in ast.walk(ast.parse(_source(name))):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-        assert not [name for name in names if name.split(".")[0] == "penstock"]
+def test_product_code_imports_itself_relatively() -> None:
+    found = []
+    for name in _files():
+        for node in ast.walk(_tree(_source(name))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            found += [f"{name}: {each}" for each in names if each.split(".")[0] == "penstock"]
+    assert found == []
 
 
 def test_package_list_is_the_rooms() -> None:
@@ -423,13 +433,16 @@ def test_root_holds_no_other_code() -> None:
     assert sorted(path.name for path in ROOT.glob("*.py")) == ["__init__.py", "__main__.py", "composition.py"]
 
 
-@pytest.mark.parametrize("name", _files())
-def test_no_file_grows_too_large(name: str) -> None:
-    assert len(_source(name).splitlines()) <= MAX_LINES
+def test_no_file_grows_too_large() -> None:
+    lines = {name: len(_source(name).splitlines()) for name in _files()}
+    assert {name: count for name, count in lines.items() if count > MAX_LINES} == {}
 
 
-@pytest.mark.parametrize("name", [name for name in _files() if not name.startswith(("api/", "__main__"))])
-def test_only_commands_print(name: str) -> None:
-    for node in ast.walk(ast.parse(_source(name))):
-        prints = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
-        assert not prints, f"{name}:{getattr(node, 'lineno', 0)} prints; log it"
+def test_only_commands_print() -> None:
+    found = []
+    for name in _files():
+        if not name.startswith(("api/", "__main__")):
+            for node in ast.walk(_tree(_source(name))):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+                    found.append(f"{name}:{node.lineno} prints; log it")
+    assert found == []

@@ -28,7 +28,7 @@ def exposed(worker: str, numbers: list[float]) -> bytes:
     return generate_latest(registry)
 
 
-@settings(deadline=None, max_examples=20)  # one takes a third of a second
+@settings(deadline=None, max_examples=10)  # one takes a third of a second
 @given(st.lists(st.lists(st.integers(0, 1000), max_size=8), max_size=4))
 def test_the_whole_is_the_sum_of_its_parts(parts: list[list[int]]) -> None:
     texts = [exposed(f"w{place}", list(map(float, numbers))) for place, numbers in enumerate(parts)]

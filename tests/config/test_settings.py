@@ -234,7 +234,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield tmp_path
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(given_values())
 @example({"file": {"port": 1, "host": "file"}, "variable": {"port": 2, "host": "variable"}, "flag": {"port": 3}})
 def test_command_line_beats_environment_beats_file(file: Path, given: Given) -> None:
@@ -269,7 +269,7 @@ def test_a_flag_of_several_values_may_be_repeated_and_adapters_may_be_a_table(fi
     assert load(config=file).settings.lora_modules == ("a=b",)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(given_faults())
 def test_invalid_configuration_names_every_fault(file: Path, given: Given) -> None:
     """P27: invalid configuration exits with code 2 and says of every fault what it is and where it was set."""
@@ -409,7 +409,7 @@ def test_settings_are_frozen(name: str) -> None:
 SECRETS = st.from_regex(r"S3cret[A-Za-z0-9@:/_-]{0,40}", fullmatch=True)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(SECRETS, st.sampled_from(["nats://{}@host:4222", "tls://user:{}@host", "nats://a:{}@b,nats://c:{}@d"]))
 def test_secrets_of_the_broker_url_are_never_printed(file: Path, secret: str, url: str) -> None:
     given: Given = {"file": {}, "flag": {}, "variable": {"nats_url": url.replace("{}", secret)}}

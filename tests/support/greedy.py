@@ -21,7 +21,7 @@ def greedy_answer(model: Any, prompt: Sequence[int], count: int, said: Sequence[
     `said` is what an engine answered. Where the model's logits in one pass leave no doubt that it would generate the
     same, it does not: that takes many times as long.
     """
-    if len(said) == count and _is_clear(model, prompt, said):
+    if len(said) == count and _says(model, prompt, said):
         return tuple(said)
     model.generation_config.eos_token_id = None
     ids = torch.tensor([[*prompt]])
@@ -29,9 +29,13 @@ def greedy_answer(model: Any, prompt: Sequence[int], count: int, said: Sequence[
     return tuple(output[0, len(prompt) :].tolist())
 
 
-@torch.no_grad()
-def _is_clear(model: Any, prompt: Sequence[int], said: Sequence[int]) -> bool:
-    """Whether each token is likelier than all others, by far enough that no rounding would change it."""
-    logits = model(torch.tensor([[*prompt, *said[:-1]]])).logits[0, len(prompt) - 1 :].float()
-    best = logits.topk(2)
+def is_clear(logits: torch.Tensor, said: Sequence[int]) -> bool:
+    """Whether each token is likelier than all others, by far enough that no rounding would change it; `logits` [N, V]
+    are those from which each one was chosen."""
+    best = logits.float().topk(2)
     return best.indices[:, 0].tolist() == [*said] and bool((best.values[:, 0] - best.values[:, 1] > _CLEAR).all())
+
+
+@torch.no_grad()
+def _says(model: Any, prompt: Sequence[int], said: Sequence[int]) -> bool:
+    return is_clear(model(torch.tensor([[*prompt, *said[:-1]]])).logits[0, len(prompt) - 1 :], said)

@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from greedy import is_clear
 
 from penstock.engine import EngineRequest
 from penstock.engine.vision.features import ORDER
 from penstock.engine.vision.processor import VisionProcessor
+
+_STATIC = {"gemma4_unified"}  # with caches of another kind, other masks
 
 
 def reference(directory: Path) -> Any:
@@ -25,12 +28,32 @@ def reference(directory: Path) -> Any:
 
 
 def expected(
-    model: Any, request: EngineRequest, processor: VisionProcessor, family: str, count: int
+    model: Any, request: EngineRequest, processor: VisionProcessor, family: str, count: int, said: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """The `count` tokens that a `reference` generates after a prompt."""
-    cache = {"cache_implementation": "static"} if family == "gemma4_unified" else {}  # with others, other masks
+    """The `count` tokens that a `reference` generates after a prompt.
+
+    `said` is what an engine answered. Where the model's logits in one pass leave no doubt that it would generate the
+    same, it does not: that takes many times as long.
+    """
+    if len(said) == count and _says(model, request, processor, family, said):
+        return tuple(said)
+    cache = {"cache_implementation": "static"} if family in _STATIC else {}
     output = model.generate(**_inputs(request, processor, family), max_new_tokens=count, do_sample=False, **cache)
     return tuple(output[0, len(request.prompt) :].tolist())
+
+
+@torch.inference_mode()
+def _says(model: Any, request: EngineRequest, processor: VisionProcessor, family: str, said: Sequence[int]) -> bool:
+    if family in _STATIC or processor.image_token in said:  # which would stand for another image
+        return False
+    inputs = _inputs(request, processor, family)
+    ids = torch.tensor([[*request.prompt, *said[:-1]]])
+    longer = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if processor.types and processor.types in inputs:
+        longer[processor.types] = processor.type_ids(ids)
+    if any(len(request.prompt) in one.shape[1:2] for one in (inputs | longer).values()):
+        return False  # another input goes token by token
+    return is_clear(model(**inputs | longer).logits[0, len(request.prompt) - 1 :], said)
 
 
 @torch.inference_mode()

@@ -17,7 +17,7 @@ from schemathesis.core.result import Ok
 
 SMALL = {"model": "echo", "max_tokens": 8, "timeout": 5}
 FEW = settings(
-    max_examples=12,
+    max_examples=8,
     derandomize=True,
     deadline=None,
     database=None,

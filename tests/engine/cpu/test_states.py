@@ -251,7 +251,12 @@ def test_roundings_of_any_form_are_no_fault(sizes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype, method", [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8"), (torch.bfloat16, "int4")]
+    "processor, dtype, method",
+    [
+        *((name, dtype, None) for name in ("native", *OTHERS) for dtype in (torch.float32, torch.bfloat16)),
+        *(("native", torch.bfloat16, method) for method in ("int8", "int4")),  # `test_kernels.py` has other products
+    ],
+    indirect=["processor"],
 )
 @all_kinds
 def test_a_row_has_the_same_bits_in_any_company(

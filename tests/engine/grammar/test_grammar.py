@@ -266,8 +266,8 @@ def test_special_tokens_are_shown_and_allowed_only_on_demand(llama: InferenceEng
     assert hidden.text == ""
 
 
-def test_grammars_are_remembered_up_to_a_bound(llama: InferenceEngine) -> None:
-    compiler = GrammarCompiler(llama.tokenizer, cache_bytes=8 << 20)
+def test_grammars_are_remembered_up_to_a_bound(model_directory: Callable[[str], Path]) -> None:
+    compiler = GrammarCompiler(Tokenizer(model_directory("llama")), cache_bytes=8 << 20)
 
     def memory_after(numbers: range) -> int:
         for number in numbers:

@@ -231,13 +231,13 @@ def walk(grammar: Grammar, chance: random.Random, script: str = "") -> tuple[int
 
 
 @given(one=st.sampled_from(DOCUMENTS), chance=st.randoms(use_true_random=False))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_mask_used_again_in_a_document_is_the_one_a_new_look_would_give(one: Grammar, chance: random.Random) -> None:
     walk(one, chance)
 
 
 @given(one=st.sampled_from(CALLS), chance=st.randoms(use_true_random=False))
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_and_so_it_is_in_calls_and_the_text_around_them(one: tuple[Grammar, str], chance: random.Random) -> None:
     walk(one[0], chance, one[1])
 

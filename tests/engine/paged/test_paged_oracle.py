@@ -103,7 +103,7 @@ class Oracle:
     def __init__(self, directory_of: Callable[[str], Path]) -> None:
         self._directory_of = directory_of
         self._models: dict[str, Any] = {}
-        self._answers: dict[tuple[str, Tokens], Tokens] = {}
+        self._answers: dict[tuple[str, Tokens, int], Tokens] = {}
 
     def model(self, shape: str) -> Any:
         if shape not in self._models:
@@ -116,11 +116,11 @@ class Oracle:
             self._models[shape] = model
         return self._models[shape]
 
-    def tokens(self, shape: str, prompt: Sequence[int], said: Sequence[int] = ()) -> Tokens:
+    def tokens(self, shape: str, prompt: Sequence[int], said: Sequence[int] = (), count: int = COUNT) -> Tokens:
         """`said` is what an engine answered: to see that it is right takes less time than to generate it."""
-        key = (shape, tuple(prompt))
+        key = (shape, tuple(prompt), count)
         if key not in self._answers:
-            self._answers[key] = greedy_answer(self.model(shape), prompt, COUNT, said)
+            self._answers[key] = greedy_answer(self.model(shape), prompt, count, said)
         return self._answers[key]
 
     def all_tokens(self, shape: str, prompts: list[list[int]], said: list[Tokens]) -> list[Tokens]:
@@ -234,9 +234,10 @@ def test_chunks_of_a_prompt_equal_the_whole(shape: str, start: StartEngine, orac
 
 @all_shapes
 def test_prefix_hits_change_nothing(shape: str, start: StartEngine, oracle: Oracle) -> None:
-    engine = start(shape)
+    engine, count = start(shape), 9  # with which the answer of 40 tokens goes beyond a block
+    params = GREEDY.model_copy(update={"max_tokens": count})
     base = made_up(40)
-    first = engine.generate(base, GREEDY)
+    first = engine.generate(base, params)
     prompts = [
         base,
         [*base, *made_up(30)],
@@ -245,14 +246,14 @@ def test_prefix_hits_change_nothing(shape: str, start: StartEngine, oracle: Orac
         base[:32],  # nothing but whole blocks, of which the last token must be computed all the same
     ]
     for prompt in prompts:
-        output = engine.generate(prompt, GREEDY)
-        assert output.token_ids == oracle.tokens(shape, prompt, output.token_ids)
+        output = engine.generate(prompt, params)
+        assert output.token_ids == oracle.tokens(shape, prompt, output.token_ids, count)
         # A state after 16 tokens is only kept once it was missed.
         has_state = shape not in STATEFUL or prompt is not prompts[-1]
         assert has_state <= output.stats.cached_tokens < len(prompt)
-    assert engine.generate(prompts[-1], GREEDY).stats.cached_tokens == 16
-    assert answers(engine, prompts) == [oracle.tokens(shape, prompt) for prompt in prompts]
-    assert first.token_ids == oracle.tokens(shape, base)
+    assert engine.generate(prompts[-1], params).stats.cached_tokens == 16
+    assert answers(engine, prompts, params) == [oracle.tokens(shape, prompt, (), count) for prompt in prompts]
+    assert first.token_ids == oracle.tokens(shape, base, (), count)
     assert first.stats.cached_tokens == 0
 
 

@@ -88,9 +88,10 @@ def seer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Seer]:
         with InferenceEngine(config(directory)) as engine:
             prompts = prompts_of(engine.image_mark)
             requests, processor = requests_of(engine, prompts, GREEDY), VisionProcessor.of(directory)
+            said = [output.token_ids for output in engine.generate(prompts, GREEDY)]
         assert processor is not None
-        model = reference(directory)
-        wanted = [expected(model, one, processor, family, COUNT) for one in requests]
+        model, asked = reference(directory), zip(requests, said, strict=True)
+        wanted = [expected(model, request, processor, family, COUNT, it) for request, it in asked]
         assert len({*wanted}) == 3, "the answers do not depend on the pictures"
         return Seer(directory, path, prompts, requests, wanted)
 
@@ -145,9 +146,10 @@ def test_a_projector_in_16_bits_is_the_tower_in_16_bits(seer: Callable[[str], Se
         for name, weight in model.named_parameters():
             if is_of_tower(name) and weight.ndim == 2 and "position" not in name:
                 weight.copy_(weight.half().float())
-    wanted = [expected(model, one, processor, "llava", COUNT) for one in found.requests]
     with InferenceEngine(config(path)) as engine:
-        assert [output.token_ids for output in engine.generate(found.prompts, GREEDY)] == wanted
+        said = [output.token_ids for output in engine.generate(found.prompts, GREEDY)]
+    asked = zip(found.requests, said, strict=True)
+    assert said == [expected(model, request, processor, "llava", COUNT, it) for request, it in asked]
 
 
 @pytest.mark.parametrize(

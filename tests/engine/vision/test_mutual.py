@@ -99,9 +99,10 @@ def test_a_cached_prefix_may_end_inside_an_image(chunk: int, family: str, tmp_pa
     assert pairs, "no prompt has the end of a block inside its image"
     backend = PagedBackend(config(model, prefill_chunk_size=chunk, max_batch_size=4))
     for one, other in pairs[:2]:
-        wanted = [expected(truth, each, processor, family, COUNT) for each in (one, other)]
         hits = backend.cache_stats().num_hit_tokens
-        assert [*run(backend, [one]), *run(backend, [other])] == wanted
+        said = [*run(backend, [one]), *run(backend, [other])]
+        asked = zip((one, other), said, strict=True)
+        assert said == [expected(truth, request, processor, family, COUNT, it) for request, it in asked]
         end = backend.cache_stats().num_hit_tokens - hits
         assert one.images[0].offset < end < one.images[0].end, "the second one begins inside the image"
     backend.close()
@@ -118,8 +119,9 @@ def test_a_prompt_that_sees_itself_shares_no_block_with_another(tmp_path: Path) 
         prompts = [ImageText(text, (picture(),)) for text in texts]
         found = requests_of(engine, prompts, GREEDY)
         assert found[0].prompt[:32] == found[1].prompt[:32]
-        wanted = [expected(truth, one, processor, "paligemma", COUNT) for one in found]
         outputs = [engine.generate(prompt, GREEDY) for prompt in prompts]
+        asked = zip(found, outputs, strict=True)
+        wanted = [expected(truth, one, processor, "paligemma", COUNT, it.token_ids) for one, it in asked]
         assert [output.token_ids for output in outputs] == wanted
         assert [output.stats.cached_tokens for output in outputs[:2]] == [0, 0]
         assert outputs[2].stats.cached_tokens == (len(found[2].prompt) - 1) // 16 * 16

@@ -118,7 +118,7 @@ class Bench:
         for one in choices:
             request, processor = one.request, self.vision.processor
             assert tuple(one.tokens) == expected(
-                self._model, request, processor, self._family, request.params.max_tokens
+                self._model, request, processor, self._family, request.params.max_tokens, tuple(one.tokens)
             )
 
 

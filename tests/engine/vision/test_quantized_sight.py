@@ -152,7 +152,9 @@ def test_experts_of_a_model_that_sees_are_quantised(family: str, method: str, tm
     with InferenceEngine(config(tmp_path / "out")) as engine:
         requests, processor = requests_of(engine, prompts_of(engine), GREEDY), engine.sight.processor
         assert processor is not None
-        assert answers(engine) == [expected(right, request, processor, family, COUNT) for request in requests]
+        said = answers(engine)
+        asked = zip(requests, said, strict=True)
+        assert said == [expected(right, request, processor, family, COUNT, it) for request, it in asked]
 
 
 def in_language_model(name: str) -> bool:
@@ -208,8 +210,9 @@ def test_what_other_programs_packed_says_what_its_numbers_say(
         requests, processor = requests_of(engine, prompts, GREEDY), engine.sight.processor
         assert processor is not None
         model = reference(plain)
-        wanted = [expected(model, request, processor, family, COUNT) for request in requests]
-        assert [output.token_ids for output in engine.generate(prompts, GREEDY)] == wanted
+        said = answers(engine)
+        asked = zip(requests, said, strict=True)
+        assert said == [expected(model, request, processor, family, COUNT, it) for request, it in asked]
     assert count_parameters(tmp_path / "packed") == count_parameters(plain)
 
 

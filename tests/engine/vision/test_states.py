@@ -28,7 +28,7 @@ WIDE = picture(160, 90)  # of more than ten tokens
 QUESTIONS = "What is it?", "Is it large, or small, or neither of both?", "And now something else."
 
 Answers = list[tuple[int, ...]]
-Truth = Callable[[InferenceEngine, Sequence[Prompt]], Answers]
+Truth = Callable[[InferenceEngine, Sequence[Prompt], Sequence[tuple[int, ...]]], Answers]
 has_kernels = pytest.mark.skipif(not {*cpu_flags().split()} >= KERNEL_FLAGS, reason="the kernels need AVX2")
 
 
@@ -44,12 +44,14 @@ def directory(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def truth(family: str, directory: Path) -> Truth:
+    """What transformers answers, of which an engine has said something."""
     model = reference(directory)
 
-    def make(engine: InferenceEngine, prompts: Sequence[Prompt]) -> Answers:
+    def make(engine: InferenceEngine, prompts: Sequence[Prompt], said: Sequence[tuple[int, ...]]) -> Answers:
         processor = engine.sight.processor
         assert processor is not None
-        return [expected(model, one, processor, family, COUNT) for one in requests_of(engine, prompts, GREEDY)]
+        asked = zip(requests_of(engine, prompts, GREEDY), said, strict=True)
+        return [expected(model, request, processor, family, COUNT, it) for request, it in asked]
 
     return make
 
@@ -73,7 +75,8 @@ def test_a_prefix_ends_anywhere_before_inside_or_behind_an_image(engine: Inferen
         prompts = [ImageText(f"{before} {question}", (WIDE,)) for question in QUESTIONS]
         requests = requests_of(engine, prompts, GREEDY)
         outputs = [engine.generate(prompt, GREEDY) for prompt in prompts]
-        assert [output.token_ids for output in outputs] == truth(engine, prompts)
+        said = [output.token_ids for output in outputs]
+        assert said == truth(engine, prompts, said)
         image = requests[0].images[0]
         (end,) = {one.images[0].end for one in requests}
         cached = outputs[-1].stats.cached_tokens
@@ -87,7 +90,7 @@ def test_a_chat_goes_on_behind_its_images(engine: InferenceEngine, truth: Truth)
     for turn in range(3):
         prompt = ImageText(text, tuple(images))
         output = engine.generate(prompt, GREEDY)
-        assert [output.token_ids] == truth(engine, [prompt])
+        assert [output.token_ids] == truth(engine, [prompt], [output.token_ids])
         assert output.stats.cached_tokens >= known // 16 * 16, "what the last turn has read is not read again"
         (request,) = requests_of(engine, [prompt], GREEDY)
         known = len(request.prompt)
@@ -105,10 +108,11 @@ def test_an_image_is_computed_in_small_pieces(size: int, directory: Path, truth:
             "Without any picture.",
             ImageText(f"{mark} What?", (WIDE,)),
         ]
-        requests, wanted = requests_of(engine, prompts, GREEDY), truth(engine, prompts)
-    backend = PagedBackend(config(directory, prefill_chunk_size=size, max_batch_size=3))
-    assert run(backend, requests) == wanted
-    backend.close()
+        requests = requests_of(engine, prompts, GREEDY)
+        backend = PagedBackend(config(directory, prefill_chunk_size=size, max_batch_size=3))
+        said = run(backend, requests)
+        backend.close()
+        assert said == truth(engine, prompts, said)
 
 
 def test_transformers_modules_see_as_well(
@@ -116,13 +120,14 @@ def test_transformers_modules_see_as_well(
 ) -> None:
     """They run where a model is built otherwise than the plain decoder."""
     prompts: list[Prompt] = [ImageText(f"Look {engine.image_mark}!", (WIDE,)), "Without any picture."]
-    requests, wanted = requests_of(engine, prompts, GREEDY), truth(engine, prompts)
+    requests = requests_of(engine, prompts, GREEDY)
     monkeypatch.setattr(Decoder, "of", lambda *_: None)
     backend = PagedBackend(
         config(directory, prefill_chunk_size=7, max_batch_size=3, max_sequence_length=1024)
     )  # not yet known
     assert any("is not a plain decoder" in path for path in backend.info.slow_paths)
-    assert run(backend, requests) == wanted
+    said = run(backend, requests)
+    assert said == truth(engine, prompts, said)
     backend.close()
 
 

@@ -149,7 +149,7 @@ class Models(RuleBasedStateMachine):
             host.settle()
 
 
-Models.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None, report_multiple_bugs=False)
+Models.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None, report_multiple_bugs=False)
 TestModels = Models.TestCase
 
 

@@ -40,7 +40,7 @@ from penstock.schemas.wire import codec
 from penstock.schemas.wire.asyncapi import json_schemas
 from penstock.schemas.wire.codec import DecodeError
 
-EXAMPLES = settings(max_examples=200, deadline=None)
+EXAMPLES = settings(max_examples=100, deadline=None)
 
 text = st.text(st.characters(codec="utf-8"), max_size=30)  # all of Unicode; a lone surrogate is no character
 counts = st.integers(0, 2**53)

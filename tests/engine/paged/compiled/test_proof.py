@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -124,17 +125,19 @@ def run(model: Any, offered: Kernels | None, method: str | None = None) -> Runne
     return Runner(model, 16, 256, ProductMaker(method, torch.device("cpu"), offered), offered)
 
 
+KINDS = [
+    *(LlamaConfig, MixtralConfig, Qwen3MoeConfig, GptOssConfig),
+    *(GemmaConfig, Gemma2Config, Gemma3TextConfig, Gemma4TextConfig, Qwen3_5TextConfig),
+    *(Qwen3_5MoeTextConfig, Qwen2MoeConfig, Lfm2Config, Lfm2MoeConfig),
+    *(Olmo3Config, Exaone4Config, SmolLM3Config),
+    *(*GRANITES, BambaConfig),
+]
+
+
 @compiled
-@pytest.mark.parametrize("method", [None, "int8", "int4"])
 @pytest.mark.parametrize(
-    "kind",
-    [
-        *(LlamaConfig, MixtralConfig, Qwen3MoeConfig, GptOssConfig),
-        *(GemmaConfig, Gemma2Config, Gemma3TextConfig, Gemma4TextConfig, Qwen3_5TextConfig),
-        *(Qwen3_5MoeTextConfig, Qwen2MoeConfig, Lfm2Config, Lfm2MoeConfig),
-        *(Olmo3Config, Exaone4Config, SmolLM3Config),
-        *(*GRANITES, BambaConfig),
-    ],
+    ("kind", "method"),
+    [*((kind, None) for kind in KINDS), *zip(KINDS, cycle(["int8", "int4"]), strict=False)],
 )
 def test_a_model_that_makes_roundings_larger_is_compiled(kind: Any, method: str | None) -> None:
     spread = 0.3 if kind in (GptOssConfig, GemmaConfig, GraniteConfig) else 0.6  # those enlarge more
@@ -624,7 +627,7 @@ def test_a_wrong_kernel_is_refused(
         sources[-1].write_text(source.read_text().replace(right, wrong))
     assert sum(right in source.read_text() for source in variants.SOURCES) == 1
     monkeypatch.setattr(variants, "SOURCES", tuple(sources))
-    quick = tuple("-O0" if option == "-O3" else option for option in variants.OPTIONS)
+    quick = ["-Dalways_inline=unused", *("-O0" if option == "-O3" else option for option in variants.OPTIONS)]
     monkeypatch.setattr("penstock.engine.cpu.compiling.OPTIONS", quick)
     made = run(make_model(), load_kernels(cache=tmp_path))
     assert made._compiled is None and reason in made.uncompiled
