@@ -93,6 +93,15 @@ def started_by() -> Mapping[str, str]:
     return {name: value for name in SERVICE_MANAGERS if (value := os.environ.pop(name, None)) is not None}
 
 
+def cpu_seconds(pid: int) -> float | None:
+    """How long a process that runs has computed; None where the system does not tell."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def has_ended(where: str, pid: int) -> bool:
     """Whether process `pid` of `where`, a value of `host()`, has ended; False if that cannot be known here."""
     if where != host():

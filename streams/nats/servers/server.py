@@ -16,17 +16,19 @@ import resource
 import secrets
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import structlog
 from filelock import FileLock, Timeout
 
-from ....config.process import die_with_parent
+from ....config.process import cpu_seconds, die_with_parent
 from ....schemas.errors import StartupError
 
 _MAX_PAYLOAD = 8 * 1024 * 1024
 _MEMORY = "512MiB"  # soft limit, above which the server collects garbage more often
-_START_TIMEOUT = 30.0  # seconds; reading a large store takes a while
+_START_TIMEOUT = 30.0  # seconds in which it does nothing; to read a large store may take many minutes
 _STOP_TIMEOUT = 10.0  # seconds between SIGTERM and SIGKILL
 _POLL = 0.01
 _MOST_LOG = 16 << 20  # bytes, above which the log begins anew, and the old one becomes nats-server.log.1
@@ -35,6 +37,8 @@ _LEAST_FILE = 64 << 20  # bytes that a file may have; blocks of a stream, and th
 _write_error = re.compile(
     rb"no space left on device|disk quota exceeded|file too large|input/output error|read-only file system"
 ).search
+
+_log = structlog.get_logger(__name__)
 
 
 class EmbeddedServer:
@@ -210,14 +214,22 @@ class EmbeddedServer:
             except OSError as error:
                 raise StartupError(f"{self._binary} cannot be run: {error}") from error
         try:
-            async with asyncio.timeout(_START_TIMEOUT):
-                self._port = await self._read_port(ports)
-        except TimeoutError:
-            await self._end()
-            raise self._failure(f"does not accept connections after {_START_TIMEOUT:g} s") from None
+            self._port = await self._started(ports)
         except BaseException:
             await self._end()
             raise
+
+    async def _started(self, ports: Path) -> int:
+        """Wait until it listens, as long as it works for it; returns the port."""
+        begun, worked = time.monotonic(), cpu_seconds(self.pid)
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_START_TIMEOUT):
+                    return await self._read_port(ports)
+            before, worked = worked, cpu_seconds(self.pid)
+            if worked is not None and worked == before:
+                raise self._failure(f"does not accept connections after {time.monotonic() - begun:.0f} s")
+            _log.info("the broker still reads its store", seconds=round(time.monotonic() - begun))
 
     async def _read_port(self, ports: Path) -> int:
         """Wait for the file that nats-server writes when it listens."""

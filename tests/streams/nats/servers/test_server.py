@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
+import structlog
 
 from penstock.schemas.errors import StartupError
 from penstock.streams.nats.broker import JetStreamBroker
@@ -188,6 +189,27 @@ async def test_a_binary_that_ends_at_once(tmp_path: Path) -> None:
         await EmbeddedServer.start(tmp_path / "state", binary)
     after = await EmbeddedServer.start(tmp_path / "state")  # the failed start has let go of the directory
     await after.stop()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a process has computed is known on Linux alone")
+async def test_a_large_store_may_take_its_time_but_not_a_server_that_does_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    binary = tmp_path / "nats-server"
+    binary.write_text(f"""#!/bin/sh
+number=0
+while [ $number -lt 400000 ]; do number=$((number + 1)); done
+exec {server_module._find(None)} "$@"
+""")
+    binary.chmod(0o755)
+    monkeypatch.setattr(server_module, "_START_TIMEOUT", 0.1)
+    with structlog.testing.capture_logs() as logs:
+        server = await EmbeddedServer.start(tmp_path / "state", binary)
+    await server.stop()
+    assert {each["event"] for each in logs} == {"the broker still reads its store"}
+    binary.write_text("#!/bin/sh\necho it waits for a disk >&2\nexec sleep 1000\n")
+    with pytest.raises(StartupError, match=r"(?s)does not accept connections after 0 s.*it waits for a disk"):
+        await EmbeddedServer.start(tmp_path / "state", binary)
 
 
 async def test_a_file_that_is_no_program(tmp_path: Path) -> None:
