@@ -300,7 +300,7 @@ async def _pipe(loaded: Loaded, name: str) -> AsyncIterator[Pipe]:
         subjects = Subjects(settings.namespace)
         cancellations = Cancellations()
         await cancellations.listen(broker, subjects)
-        registry = Registry(broker, interval=settings.heartbeat_interval)
+        registry = Registry(broker, interval=settings.heartbeat_interval, lifetime=settings.worker_ttl)
         await registry.refresh()  # a copy that starts under load must know the models before its first job
         yield Pipe(broker, subjects, settings, registry, cancellations, broker.now, tracer)
 

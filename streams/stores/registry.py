@@ -35,11 +35,17 @@ REFUSED = "refused."  # begins the keys of refusals in the bucket `state`
 
 
 class Registry:
-    """Reads the cards every `interval` seconds in `run`; its attributes never wait for the broker."""
+    """Reads the cards every `interval` seconds in `run`; its attributes never wait for the broker.
 
-    def __init__(self, broker: Broker, *, interval: float) -> None:
+    A card lives for `lifetime` seconds unless it is written again, by default three times the interval.
+    """
+
+    def __init__(self, broker: Broker, *, interval: float, lifetime: float | None = None) -> None:
         self._broker = broker
         self._interval = interval
+        self._lifetime = 3 * interval if lifetime is None else lifetime
+        self._outages = broker.outages  # set by refresh
+        self._trusted = -inf  # loop time from which a missing card means that a stage has ended; set by refresh
         self.models: dict[str, ModelCard] = {}  # by name; set by refresh
         self.declared: dict[str, ModelCard] = {}  # those that stay known without a worker, by name; set by refresh
         self.workers: tuple[WorkerCard, ...] = ()  # in order of their ids; set by refresh
@@ -106,7 +112,7 @@ class Registry:
         self.leaving = frozenset(entry.key.removeprefix(LEAVING) for entry in live if entry.key.startswith(LEAVING))
         self.ended = {}
         self.drop_ended()
-        self.stages = tuple(_cards(StageCard, live, "stage."))
+        self.stages = self._known_stages(_cards(StageCard, live, "stage."))
         self.declared = {card.name: card for card in await declared_models(self._broker)}
         announced = {card.name: card for card in _cards(ModelCard, known)}
         cards = sorted((self.declared | announced).values(), key=lambda card: (card.created, card.name))
@@ -121,6 +127,17 @@ class Registry:
             self.lanes = lanes
             self._lanes_changed.set()
             self._lanes_changed = asyncio.Event()
+
+    def _known_stages(self, found: list[StageCard]) -> tuple[StageCard, ...]:
+        """After an outage, in which no card can be renewed, and from which a broker may come back without any, each
+        stage gets a card's life to write its own again."""
+        now, outages = asyncio.get_running_loop().time(), self._broker.outages
+        if outages != self._outages:
+            self._outages, self._trusted = outages, now + self._lifetime
+        if now >= self._trusted:
+            return tuple(found)
+        written = {(card.stage, card.id) for card in found}
+        return (*found, *(card for card in self.stages if (card.stage, card.id) not in written))
 
     def drop_ended(self) -> None:
         """Move workers that have died on this host to `ended`, as their cards have yet to expire.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 
 import pytest
 
-from penstock.schemas.registry import ModelCard, WorkerCard
+from penstock.schemas.registry import ModelCard, StageCard, WorkerCard
 from penstock.streams.nats.broker import JetStreamBroker
+from penstock.streams.nats.servers.server import EmbeddedServer
 from penstock.streams.port import Broker
 from penstock.streams.stores import registry as registry_module
 from penstock.streams.stores.registry import Registry
@@ -27,6 +29,34 @@ async def test_a_model_is_found_as_soon_as_its_worker_is_ready(broker: Broker, n
     await writer.announce_worker(worker("new"))
     found = await reader.find("new")
     assert found is not None and found.name == "new"
+
+
+async def test_after_an_outage_a_stage_has_time_to_write_its_card_again(
+    own_server: EmbeddedServer, namespace: str
+) -> None:
+    """A broker that comes back without the cards: what runs calls would be taken for dead, and made them twice."""
+    shape = topology(namespace, ["queue"])
+    broker = await JetStreamBroker.connect(own_server.url, namespace=namespace)
+    try:
+        await broker.ensure(*shape)
+        patient, hasty = (Registry(broker, interval=1000.0, lifetime=each) for each in (1000.0, 0.0))
+        cards = [StageCard(stage="tools", id=name, pid=0) for name in ("a", "b")]
+        for card in cards:
+            await patient.announce_stage(card)
+        for registry in (patient, hasty):
+            await registry.refresh()
+            assert [*registry.stages] == cards
+        own_server.signal(signal.SIGKILL)
+        await own_server.wait()
+        await own_server.restart()
+        await broker.ensure(*shape)
+        await patient.announce_stage(cards[1])
+        for registry in (patient, hasty):
+            await registry.refresh()
+        assert {card.id for card in patient.stages} == {"a", "b"} and not patient.missing(["tools"])
+        assert [*hasty.stages] == cards[1:], "there was time enough"
+    finally:
+        await broker.close()
 
 
 async def test_many_that_ask_for_what_is_not_there_share_two_looks(
