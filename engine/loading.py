@@ -38,8 +38,8 @@ from .checkpoints.rounded import TakesLevels, attach, lazy_rounded_weights, roun
 from .config import EngineConfig
 from .models import packed_files, read_config, read_quantized, read_shapes
 from .vision.families.names import body_of, is_of_tower, is_unused, language_model_of
-from .vision.mobilenet import provide_tower
-from .vision.timm_towers import provide_timm_towers
+from .vision.towers.mobilenet import provide_tower
+from .vision.towers.timm_towers import provide_timm_towers
 
 
 def load_config(path: Path) -> PreTrainedConfig:

@@ -27,7 +27,8 @@ from ..cpu.process import return_memory, use_large_pages
 from ..plain.model import PlainModel
 from ..planning.device import has_triton
 from ..sampler import best_tokens
-from ..vision.tower import LanguageModel, Probe, Seen, Vision
+from ..vision.seen import Seen
+from ..vision.tower import LanguageModel, Probe, Vision
 from .attention import Rules, widened, with_rules
 from .compiled.compiled_decoder import RANK_UNIT, CompiledDecoder
 from .compiled.proof import Setting, distance, fault

@@ -25,7 +25,7 @@ from ..request import EngineRequest
 from .layout import CrossLayout, ImageLayout, Placed
 from .pictures import Arrays
 from .processor import VisionProcessor
-from .tower import LanguageModel, Logits, Probe, Vision
+from .tower import LanguageModel, Probe, Vision
 
 _SHARE = 4  # the part of the memory for keys and values that images have at most, unless one needs more
 _EACH = 2  # images that a request has, for the rest of the estimate
@@ -98,19 +98,10 @@ class CrossLayer:
 class CrossModel(LanguageModel):
     """The language model of one whose layers attend to images."""
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        logits_to_keep: Tensor,
-        use_cache: bool,
-        penstock: Callable[..., Tensor] | None = None,
-        seen: Any = None,
-        **more: Any,
-    ) -> Logits:
-        """As that of `LanguageModel`, but `seen` is a `Crossed`."""
-        more |= {} if seen is None else {"cross_attention_states": seen}
-        return super().forward(input_ids, position_ids, logits_to_keep, use_cache, penstock, **more)
+    def show(self, input_ids: Tensor, embedded: Tensor, seen: Any, more: dict[str, Any]) -> Tensor:
+        """`seen` is a `Crossed`."""
+        more["cross_attention_states"] = seen
+        return embedded
 
 
 class CrossVision(Vision):

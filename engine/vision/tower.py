@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +28,7 @@ from .images import Key, PromptImage
 from .layout import ImageLayout, Placed
 from .pictures import Arrays, Pictures
 from .processor import VisionProcessor
+from .seen import Seen
 
 _log = logging.getLogger(__name__)
 
@@ -37,16 +37,6 @@ _TILES = {"cpu": 1}  # that pass the tower together, for an image in tiles; more
 _MANY_TILES = 4
 _BUDGET = {"cpu": 2.5e11}  # floating-point operations between two steps, for an image that is seen as a whole
 _LARGE_BUDGET = 2e12
-
-
-class Seen(NamedTuple):
-    """What the tokens `rows` [K] of a step see instead of their embeddings: `features` [K, E], and by the number of a
-    layer what is added before it, `deep` [K, E] each. Those `apart` pass experts of their own, if there are some."""
-
-    rows: Tensor
-    features: Tensor
-    deep: Mapping[int, Tensor] = MappingProxyType({})
-    apart: Tensor | None = None
 
 
 class Logits(NamedTuple):
@@ -109,22 +99,17 @@ class LanguageModel(nn.Module):
         if self._has_layer_inputs:
             more["per_layer_inputs"] = self.model.get_per_layer_inputs(input_ids)
         if seen is not None:
-            embedded = embedded.index_copy(1, seen.rows, seen.features.to(embedded.dtype)[None])
-            if seen.apart is not None:
-                more[APART] = torch.zeros_like(input_ids).index_fill(1, seen.apart, 1)
-            if seen.deep:
-                mask = torch.zeros_like(input_ids, dtype=torch.bool).index_fill(1, seen.rows, True)
-                order = seen.rows.argsort()  # a mask has its rows in order
-                deep = {layer: one[order] for layer, one in seen.deep.items()}
-                if self._deep:
-                    more |= {"vision_mask": mask[..., None], "deepstack_features": deep}
-                else:
-                    more |= {"visual_pos_masks": mask, "deepstack_visual_embeds": [*deep.values()]}
+            embedded = self.show(input_ids, embedded, seen, more)
         positions = position_ids.transpose(0, 1) if position_ids.ndim == 3 else position_ids
         hidden = self.model(
             inputs_embeds=embedded, position_ids=positions, use_cache=use_cache, penstock=penstock, **more
         ).last_hidden_state
         return Logits(self.logits(hidden[:, logits_to_keep]))
+
+    def show(self, input_ids: Tensor, embedded: Tensor, seen: Seen, more: dict[str, Any]) -> Tensor:
+        """The tokens [1, T, E] with what they show of images; adds to `more` what the layers are given of it."""
+        more |= seen.further(input_ids, by_layer=self._deep)
+        return embedded.index_copy(1, seen.rows, seen.features.to(embedded.dtype)[None])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What the last layer makes, […, E] → [..., V]."""

@@ -994,12 +994,12 @@ def make_vision_model(directory: Path, family: str, seed: int = 0, tower: Mappin
     if family in ("gemma4", "gemma4_e", "gemma4_unified"):
         own |= {"boi_token_id": ids[1], "eoi_token_id": ids[2], "video_token_id": ids[3], "audio_token_id": ids[4]}
     if family == "gemma3n":
-        from penstock.engine.vision.mobilenet import provide_tower
+        from penstock.engine.vision.towers.mobilenet import provide_tower
 
         own |= {"boi_token_id": ids[2], "eoi_token_id": ids[1], "audio_token_id": 639}
         provide_tower()
     if family in ("fast_vlm", "perception_lm"):
-        from penstock.engine.vision.timm_towers import provide_timm_towers
+        from penstock.engine.vision.towers.timm_towers import provide_timm_towers
 
         provide_timm_towers()
     if family == "gemma3":

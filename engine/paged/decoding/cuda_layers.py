@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from triton import next_power_of_2
 
-from ...vision.tower import Seen
+from ...vision.seen import Seen
 from ..cuda import layer_kernels as kernels
 from ..state.step import StateStep
 from . import heads as with_torch

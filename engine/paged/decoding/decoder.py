@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...planning.device import has_triton
-from ...vision.tower import LanguageModel, Seen
+from ...vision.seen import Seen
+from ...vision.tower import LanguageModel
 from ..state.step import StateStep
 from .heads import Angles, Attention, Rotations, attend
 from .layer import Layer

@@ -14,7 +14,7 @@ from penstock.engine.paged.decoding.decoder import through
 from penstock.engine.paged.decoding.heads import Angles
 from penstock.engine.paged.decoding.layer import Layer
 from penstock.engine.paged.decoding.linear import Views
-from penstock.engine.vision.tower import Seen
+from penstock.engine.vision.seen import Seen
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZE, HEADS, GROUP, WIDE = 24, 2, 3, 40  # of a row; heads of keys, queries that share one; of the gate

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel, TimmWrapperConfig
 from transformers.modeling_outputs import BaseModelOutput
 
-from ...schemas.errors import ModelLoadError
+from ....schemas.errors import ModelLoadError
 from .fastvit import ARCHITECTURE, FastViT
 from .perception import ARCHITECTURES, PerceptionEncoder
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import TimmWrapperConfig
 
-from penstock.engine.vision.timm_towers import TimmTower
+from penstock.engine.vision.towers.timm_towers import TimmTower
 from penstock.schemas.errors import ModelLoadError
 
 FAST, LARGE, GIGANTIC = "fastvit_mci3", "vit_pe_core_large_patch14_336", "vit_pe_core_gigantic_patch14_448"

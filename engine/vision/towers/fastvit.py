@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention
 
-from ...schemas.errors import ModelLoadError
+from ....schemas.errors import ModelLoadError
 
 ARCHITECTURE = "fastvit_mci3"
 _OPTIONS: dict[str, Any] = {  # of timm; published models leave the latter two alone

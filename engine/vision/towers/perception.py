@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from ...schemas.errors import ModelLoadError
+from ....schemas.errors import ModelLoadError
 
 _LARGE: dict[str, Any] = {"embed_dim": 1024, "num_heads": 16, "mlp_ratio": 4.0, "class_token": True}
 _GIGANTIC: dict[str, Any] = {"embed_dim": 1536, "num_heads": 16, "mlp_ratio": 8960 / 1536, "class_token": False}

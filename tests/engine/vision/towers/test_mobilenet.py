@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import Gemma3nVisionConfig
 
-from penstock.engine.vision.mobilenet import MobileNetV5
 from penstock.engine.vision.processor import VisionProcessor
+from penstock.engine.vision.towers.mobilenet import MobileNetV5
 from penstock.schemas.errors import ModelLoadError
 
 SMALL = {"channel_multiplier": 0.02, "msfa_output_resolution": 4}

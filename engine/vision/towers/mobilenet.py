@@ -16,7 +16,7 @@ from torch.nn.functional import avg_pool2d, gelu, interpolate, pad, scaled_dot_p
 from transformers import AutoModel, Gemma3nVisionConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from ...schemas.errors import ModelLoadError
+from ....schemas.errors import ModelLoadError
 
 ARCHITECTURE = "mobilenetv5_300m_enc"
 _STEM, _WIDTH = 64, 2048  # channels of the first features and of the last
