@@ -17,7 +17,6 @@ from penstock.schemas.anthropic.messages import CountRequest
 from penstock.schemas.openai.completions import parse_body
 
 ASKED: Any = [{"role": "user", "content": "Do it"}]
-COOL = {"temperature": 0.5}
 DAMAGED = {
     "type": "document",
     "source": {"type": "base64", "media_type": "application/pdf", "data": base64.b64encode(b"%PDF-1.4").decode()},
@@ -36,9 +35,10 @@ def called(client: anthropic.Anthropic, kind: str, name: str) -> list[Mapping[st
     tool: Any = {"type": kind, "name": name}
     choice: Any = {"type": "tool", "name": name}
     found: list[Mapping[str, Any]] = []
-    for _ in range(3):
+    for seed in range(3):  # the colder, the longer it goes round in a text
+        drawn = {"temperature": 1.0, "seed": seed}
         answer = client.messages.create(
-            model="tools", max_tokens=1500, messages=ASKED, tools=[tool], tool_choice=choice, extra_body=COOL
+            model="tools", max_tokens=1500, messages=ASKED, tools=[tool], tool_choice=choice, extra_body=drawn
         )
         if answer.stop_reason == "tool_use":
             (block,) = [block for block in answer.content if block.type == "tool_use"]
