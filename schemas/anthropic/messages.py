@@ -39,6 +39,8 @@ from .tools import ClientTool, is_of_client
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _OF_TOOLS = ("defer_loading", "input_examples", "allowed_callers")  # fields of a tool without effect
+_SAME = {"max_tokens", "temperature", "top_p", "top_k", "stop_sequences", "stream", "priority", "timeout"}
+_SAME |= {"seed", "min_p", "repetition_penalty"}
 _THINKS = {"enable_thinking": True, "thinking": True}  # the names of the switch in chat templates
 
 
@@ -212,7 +214,7 @@ class CountRequest(Body):
 
 
 class MessagesRequest(CountRequest):
-    """Body of `/v1/messages`. `priority` and `timeout` are Penstock's own."""
+    """Body of `/v1/messages`. From `priority` on, the fields are Penstock's own, named as in chat requests."""
 
     max_tokens: int
     stop_sequences: Annotated[list[str] | None, Field(serialization_alias="stop")] = None
@@ -224,10 +226,12 @@ class MessagesRequest(CountRequest):
     service_tier: Literal["auto", "standard_only"] | None = None  # both mean the normal lane
     priority: Priority | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
+    seed: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
 
     def chat_body(self) -> dict[str, Any]:
-        same = {"max_tokens", "temperature", "top_p", "top_k", "stop_sequences", "stream", "priority", "timeout"}
-        body = super().chat_body() | self.model_dump(include=same, by_alias=True, exclude_none=True)
+        body = super().chat_body() | self.model_dump(include=_SAME, by_alias=True, exclude_none=True)
         body["fit_max_tokens"] = True  # required, so clients send the maximum of the model they were made for
         user = (self.metadata or {}).get("user_id")
         return body | ({"user": user} if user else {})

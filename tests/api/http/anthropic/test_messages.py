@@ -365,6 +365,7 @@ def test_a_conversation_with_tools_is_a_chat() -> None:
         ),
         ({"stop_sequences": ["a", "b"], "top_k": 4}, {"stop": ["a", "b"], "top_k": 4}),
         ({"service_tier": "standard_only", "priority": "low"}, {"priority": "low"}),
+        ({"seed": 5, "min_p": 0.1, "repetition_penalty": 1.2}, {"seed": 5, "min_p": 0.1, "repetition_penalty": 1.2}),
         ({"metadata": {"user_id": "u1"}, "stream": True}, {"user": "u1", "stream": True}),
         ({"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}}, {"reasoning_effort": "none"}),
         ({"output_config": {"effort": "max"}}, {"chat_template_kwargs": {"reasoning_effort": "xhigh"}}),
