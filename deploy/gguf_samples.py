@@ -106,6 +106,7 @@ SAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_key_value_heads": 2, "attention_k_eq_v": True}
         | {"num_global_key_value_heads": 1, "enable_moe_block": True, "top_k_experts": 2, "moe_intermediate_size": 32},
     ),
+    "glm": ("glm", {"attention_bias": True}),
     "glm4": ("glm4", {}),
     "glm4_moe": ("glm4_moe", {"use_qk_norm": True, "n_group": 1, "topk_group": 1, "attention_bias": True}),
     "granitemoe": ("granitemoe", _GRANITE),
@@ -116,9 +117,15 @@ SAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
         _GRANITE_HYBRID | {"num_local_experts": 0, "num_experts_per_tok": 0},
     ),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {}),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {"moe_topk": 2}),
     "hy_v3": ("hy_v3", {"mlp_layer_types": ["dense", "sparse"]}),
     "lfm2": ("lfm2", _LFM),
     "lfm2_moe": ("lfm2_moe", _LFM | {"num_dense_layers": 1, "tie_word_embeddings": True}),
+    "llama4": (
+        "llama4_text",
+        {"num_hidden_layers": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 96, "moe_layers": [1, 3]}
+        | {"interleave_moe_layer_step": 2},
+    ),
     "mellum": ("mellum", _WINDOWS | {"mlp_layer_types": ["sparse"] * 4}),
     "minimax_m2": ("minimax_m2", {"rotary_dim": 8}),
     "mixtral_fused": ("mixtral", {"sliding_window": None}),
@@ -126,21 +133,29 @@ SAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
         "ministral3",
         {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}, "sliding_window": None},
     ),
+    "nemotron": ("nemotron", {}),
     "nemotron_h": (
         "nemotron_h",
         {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "mamba_num_heads": 4, "mamba_head_dim": 16}
         | {"ssm_state_size": 16, "n_groups": 2, "moe_shared_expert_intermediate_size": 32}
         | {"n_group": 1, "topk_group": 1},
     ),
+    "olmo": ("olmo", {"clip_qkv": 0.75}),
     "olmo3": ("olmo3", _WINDOWS),
     "olmoe": ("olmoe", {}),
+    "phimoe": ("phimoe", {"sliding_window": None, "attention_bias": True, "lm_head_bias": True}),
     "phi": ("phi", {"num_key_value_heads": 2, "intermediate_size": 128}),
     "qwen2_fused": ("qwen2", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "seed_oss": ("seed_oss", {}),
 }
 _FUSED = ("--fuse-qkv",)
 """What the converter is told for those whose names end so."""
-_FOR_CONVERTER = {"cohere2": {"rotary_pct": 1.0}}  # what its config.json has in the original, and transformers' has not
+_FOR_CONVERTER: dict[str, dict[str, Any]] = {  # what config.json has in the originals, and transformers' has not
+    "cohere2": {"rotary_pct": 1.0},
+    "glm": {"seq_length": 256, "layernorm_epsilon": 1.5625e-7},
+    "hunyuan_v1_moe": {"moe_intermediate_size": [64], "moe_topk": [2], "num_shared_expert": [1]},
+    "phimoe": {"architectures": ["PhiMoEForCausalLM"], "original_max_position_embeddings": 256},
+}
 
 
 def make_sample(name: str, converter: Path, to: Path) -> None:

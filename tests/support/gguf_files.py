@@ -14,7 +14,7 @@ import numpy.typing as npt
 from safetensors.numpy import load_file
 
 Array = npt.NDArray[Any]
-WITH_PERMUTED_ROWS = ("llama", "granite", "mistral3", "smollm3")
+WITH_PERMUTED_ROWS = ("llama", "granite", "internlm2", "minicpm", "mistral3", "smollm3")
 WITH_NORMS_FROM_ONE = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
 _SCALES_AT = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 _EXPERT = re.compile(r"(.*experts)\.\d+\.(.*)")
