@@ -165,8 +165,11 @@ def _tensors(directory: Path, architecture: str, config: Mapping[str, Any]) -> d
 
 
 def _apart(weights: Mapping[str, Array], architecture: str) -> dict[str, Array]:
-    """gpt-oss: of all experts of a layer the gates and the ups, which come in turns, outputs by inputs."""
-    if architecture != "gpt-oss":
+    """gpt-oss and Llama 4: of all experts of a layer the gates and the ups, outputs by inputs.
+
+    Those of gpt-oss come in turns, and Llama 4's one behind the other.
+    """
+    if architecture not in ("gpt-oss", "llama4"):
         return dict(weights)
     found: dict[str, Array] = {}
     for name, values in weights.items():
@@ -177,8 +180,9 @@ def _apart(weights: Mapping[str, Array], architecture: str) -> dict[str, Array]:
             continue
         rows = values if end == ".bias" else np.ascontiguousarray(values.swapaxes(1, 2))
         if kind == "gate_up_proj":
-            for place, own in enumerate(("gate_proj", "up_proj")):
-                found[f"{layer}{experts}{own}{end}"] = np.ascontiguousarray(rows[:, place::2])
+            parts = np.split(rows, 2, axis=1) if architecture == "llama4" else (rows[:, ::2], rows[:, 1::2])
+            for own, part_rows in zip(("gate_proj", "up_proj"), parts, strict=True):
+                found[f"{layer}{experts}{own}{end}"] = np.ascontiguousarray(part_rows)
         else:
             found[f"{layer}{experts}{kind}{end}"] = rows
     return found

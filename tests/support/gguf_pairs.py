@@ -93,7 +93,7 @@ def _write_text(directory: Path, to: Path, config: Config, weights: Mapping[str,
         each = found[name].reshape(heads, -1, *found[name].shape[1:])
         rows = np.concatenate((each[:, :apart:2], each[:, 1:apart:2], each[:, apart:]), axis=1)
         found[name] = np.ascontiguousarray(rows.reshape(found[name].shape))
-    for name in [name for name in found if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
+    for name in [name for name in found if name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"))]:
         found.update(_apart(name, found.pop(name)))
     save_file(found, to / "model.safetensors")
 
@@ -139,7 +139,8 @@ def _keys(kind: Kind, directory: Path, config: Config) -> dict[str, Any]:
     return general | {f"clip.vision.{name}": value for name, value in common.items()} | own
 
 
-_COLOURS = {"lfm2": (0.5, 0.5), "gemma4uv": (0.0, 1.0)}  # of those whose processors want torchvision
+# Of those whose processors want torchvision.
+_COLOURS = {"lfm2": (0.5, 0.5), "llama4": (0.5, 0.5), "gemma4uv": (0.0, 1.0)}
 _NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
 
 
@@ -420,6 +421,21 @@ def _janus_tensors(name: str, values: Array, config: Config) -> Named:
         yield from _named(f"model.{name}", values, config)
 
 
+def _llama4(config: Config, processor: Config) -> dict[str, Any]:
+    scale = int(1 / config["vision_config"]["pixel_shuffle_ratio"])
+    return {"clip.use_gelu": True, "clip.vision.projector.scale_factor": scale}
+
+
+def _llama4_tensors(name: str, values: Array, config: Config) -> Named:
+    """The reference package has the name of the second norm for Gemma 4, too, where it is another one."""
+    if name == "multi_modal_projector.linear_1.weight":
+        yield "mm.model.fc.weight", values
+    elif match := re.fullmatch(r"vision_model\.model\.layers\.(\d+)\.post_attention_layernorm\.(\w+)", name):
+        yield f"v.blk.{match[1]}.ln2.{match[2]}", values
+    else:
+        yield from _named(f"{name}.weight" if name.endswith("positional_embedding_vlm") else name, values, config)
+
+
 def _gemma3(config: Config, processor: Config) -> dict[str, Any]:
     tower = config["vision_config"]
     scale = int(tower["image_size"] // tower["patch_size"] // config["mm_tokens_per_image"] ** 0.5)
@@ -555,6 +571,16 @@ KINDS = {
         {
             **{"rope.scaling.alpha": 3.0, "rope.scaling.type": "none", "rope.scaling.factor": 1.0},
             "rope.dimension_sections": [2, 3, 1, 2],
+        },
+    ),
+    "llama4": Kind(
+        "llama4",
+        "llama4",
+        _llama4,
+        _llama4_tensors,
+        {
+            **{"expert_count": 4, "expert_used_count": 1, "expert_feed_forward_length": 128},
+            **{"feed_forward_length": 96, "interleave_moe_layer_step": 2},
         },
     ),
     "janus": Kind("llama", "janus_pro", _janus, _janus_tensors),
