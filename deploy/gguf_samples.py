@@ -51,6 +51,7 @@ _GRANITE = {
     "shared_intermediate_size": 32,
 }
 _GRANITE_HYBRID = _GRANITE | _MAMBA | {"num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"]}
+_OLD = {"n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 256}
 _LFM = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 _SHARED = {
     "num_hidden_layers": 4,
@@ -61,6 +62,7 @@ SAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "afmoe": ("afmoe", _WINDOWS | {"num_dense_layers": 1, "mup_enabled": True, "route_scale": 1.5}),
     "apertus": ("apertus", {}),
     "arcee": ("arcee", {}),
+    "bloom": ("bloom", {"n_head": 2, "n_layer": 2}),
     "cohere": ("cohere", {"tie_word_embeddings": True, "logit_scale": 0.25}),
     "cohere2": ("cohere2", _WINDOWS | {"tie_word_embeddings": True, "logit_scale": 0.25}),
     "deepseek_v2": ("deepseek_v2", _LATENT | {"routed_scaling_factor": 1.5}),
@@ -77,6 +79,9 @@ SAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
         "exaone_moe",
         _WINDOWS | {"mlp_layer_types": ["dense", *["sparse"] * 3], "n_group": 1, "topk_group": 1},
     ),
+    "falcon": ("falcon", {"new_decoder_architecture": False, "multi_query": True, "num_kv_heads": 1}),
+    "falcon_40b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 1, "num_ln_in_parallel_attn": 2}),
+    "falcon_mamba": ("falcon_mamba", {"state_size": 16, "time_step_rank": 8, "tie_word_embeddings": True}),
     "falcon_h1": (
         "falcon_h1",
         _MAMBA
@@ -109,6 +114,8 @@ SAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm", {"attention_bias": True}),
     "glm4": ("glm4", {}),
     "glm4_moe": ("glm4_moe", {"use_qk_norm": True, "n_group": 1, "topk_group": 1, "attention_bias": True}),
+    "gpt2": ("gpt2", _OLD),
+    "gpt_bigcode": ("gpt_bigcode", _OLD),
     "granitemoe": ("granitemoe", _GRANITE),
     "granitemoeshared": ("granitemoeshared", _GRANITE),
     "granitemoehybrid": ("granitemoehybrid", _GRANITE_HYBRID),
@@ -119,6 +126,11 @@ SAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {}),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {"moe_topk": 2}),
     "hy_v3": ("hy_v3", {"mlp_layer_types": ["dense", "sparse"]}),
+    "jamba": (
+        "jamba",
+        {"num_hidden_layers": 4, "attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2}
+        | {"mamba_d_state": 16, "mamba_dt_rank": 8},
+    ),
     "lfm2": ("lfm2", _LFM),
     "lfm2_moe": ("lfm2_moe", _LFM | {"num_dense_layers": 1, "tie_word_embeddings": True}),
     "llama4": (
@@ -126,6 +138,8 @@ SAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 96, "moe_layers": [1, 3]}
         | {"interleave_moe_layer_step": 2},
     ),
+    "mamba": ("mamba", {"state_size": 16, "time_step_rank": 8}),
+    "mamba2": ("mamba2", {"state_size": 16, "num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 16}),
     "mellum": ("mellum", _WINDOWS | {"mlp_layer_types": ["sparse"] * 4}),
     "minimax_m2": ("minimax_m2", {"rotary_dim": 8}),
     "mixtral_fused": ("mixtral", {"sliding_window": None}),
@@ -152,7 +166,9 @@ _FUSED = ("--fuse-qkv",)
 """What the converter is told for those whose names end so."""
 _FOR_CONVERTER: dict[str, dict[str, Any]] = {  # what config.json has in the originals, and transformers' has not
     "cohere2": {"rotary_pct": 1.0},
+    "bloom": {"seq_length": 256},
     "glm": {"seq_length": 256, "layernorm_epsilon": 1.5625e-7},
+    "gpt2": {"n_ctx": 256},
     "hunyuan_v1_moe": {"moe_intermediate_size": [64], "moe_topk": [2], "num_shared_expert": [1]},
     "phimoe": {"architectures": ["PhiMoEForCausalLM"], "original_max_position_embeddings": 256},
 }

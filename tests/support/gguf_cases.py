@@ -124,6 +124,13 @@ CASES = [
         {"attention.sliding_window": 16, "rope.dimension_count": 8},
     ),
     Case(
+        "gptneox",
+        "gpt_neox",
+        {"num_key_value_heads": 4}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        {"attention.layer_norm_epsilon": 1e-5, "rope.dimension_count": 8, "use_parallel_residual": True},
+    ),
+    Case(
         "granite",
         "granite",
         {"embedding_multiplier": 6.0, "attention_multiplier": 0.4, "residual_multiplier": 0.7, "logits_scaling": 0.5},

@@ -110,7 +110,7 @@ class GgufWeight(NamedTuple):
         """Whether it can be used in the form that it has in the file, if its type has levels."""
         in_groups = self.tiles is None or not self.tiles.by_columns or not self.tiles.size % _GROUP
         is_product = (len(self.shape) == 2 or self.is_transposed) and not self.tensor.name.endswith(_ROUTER)
-        return is_product and in_groups and not self.sees and not self.is_latent
+        return is_product and in_groups and not (self.sees or self.is_latent or self.is_by_axis)
 
 
 class GgufStrings(NamedTuple):

@@ -182,6 +182,8 @@ def _read(weight: GgufWeight, dtype: torch.dtype) -> Tensor:
         own = _read(weight._replace(shape=weight.tensor.shape, leading=0), dtype)
         return torch.cat((own.new_zeros((weight.leading, *own.shape[1:])), own))
     expanded = dequantize(_data(weight), weight.tensor.type, dtype, _factor(weight))
+    if weight.groups is not None:
+        return _in_groups(expanded.view(weight.shape[0], -1), weight.groups).view(weight.shape)
     if weight.is_by_axis:
         return expanded.view(weight.tensor.shape).transpose(0, 1).contiguous()
     expanded = expanded.view(weight.shape)
