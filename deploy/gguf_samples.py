@@ -41,6 +41,7 @@ _LATENT = {
     **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 8, "v_head_dim": 16},
     **{"head_dim": 8, "num_key_value_heads": 2, "n_group": 1, "topk_group": 1},
 }
+_CHOOSING = {"index_topk": 16, "index_head_dim": 32, "index_n_heads": 4}
 _YARN = {
     **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32},
     **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
@@ -68,6 +69,7 @@ SAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", _LATENT | {"routed_scaling_factor": 1.5}),
     "deepseek_v2_lite": ("deepseek_v2", _LATENT | {"q_lora_rank": None, "rope_parameters": _YARN}),
     "deepseek_v3": ("deepseek_v3", _LATENT | {"n_group": 2, "rope_parameters": _YARN}),
+    "deepseek_v32": ("deepseek_v32", _LATENT | _CHOOSING | {"n_group": 2}),
     "dots1": ("dots1", {"sliding_window": None, "layer_types": ["full_attention"] * 2, "n_group": 1, "topk_group": 1}),
     "ernie4_5": ("ernie4_5", {}),
     "ernie4_5_moe": (
@@ -114,6 +116,7 @@ SAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("glm", {"attention_bias": True}),
     "glm4": ("glm4", {}),
     "glm4_moe": ("glm4_moe", {"use_qk_norm": True, "n_group": 1, "topk_group": 1, "attention_bias": True}),
+    "glm_moe_dsa": ("glm_moe_dsa", _LATENT | _CHOOSING | {"indexer_types": ["full", "shared"]}),
     "gpt2": ("gpt2", _OLD),
     "gpt_bigcode": ("gpt_bigcode", _OLD),
     "granitemoe": ("granitemoe", _GRANITE),
@@ -126,10 +129,23 @@ SAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {}),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {"moe_topk": 2}),
     "hy_v3": ("hy_v3", {"mlp_layer_types": ["dense", "sparse"]}),
+    "jais2": ("jais2", {}),
     "jamba": (
         "jamba",
         {"num_hidden_layers": 4, "attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2}
         | {"mamba_d_state": 16, "mamba_dt_rank": 8},
+    ),
+    "laguna": (
+        "laguna",
+        {"num_hidden_layers": 4, "layer_types": ["full_attention"] + ["sliding_attention"] * 3}
+        | {"mlp_layer_types": ["dense", *["sparse"] * 3], "shared_expert_intermediate_size": 32}
+        | {"num_attention_heads_per_layer": [2, 3, 3, 3], "moe_routed_scaling_factor": 1.5}
+        | {
+            "rope_parameters": {
+                "full_attention": _YARN | {"partial_rotary_factor": 0.5, "attention_factor": 1.125},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 1.0},
+            }
+        },
     ),
     "lfm2": ("lfm2", _LFM),
     "lfm2_moe": ("lfm2_moe", _LFM | {"num_dense_layers": 1, "tie_word_embeddings": True}),
@@ -141,6 +157,7 @@ SAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("mamba", {"state_size": 16, "time_step_rank": 8}),
     "mamba2": ("mamba2", {"state_size": 16, "num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 16}),
     "mellum": ("mellum", _WINDOWS | {"mlp_layer_types": ["sparse"] * 4}),
+    "minicpm3": ("minicpm3", _LATENT),
     "minimax_m2": ("minimax_m2", {"rotary_dim": 8}),
     "mixtral_fused": ("mixtral", {"sliding_window": None}),
     "ministral3": (

@@ -41,6 +41,8 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
     if "intermediate_size" not in own:
         length = keys.find("feed_forward_length") or keys.find("expert_feed_forward_length")
         own["intermediate_size"] = length or keys.need("feed_forward_length")
+    if "num_attention_heads" not in own:
+        own["num_attention_heads"] = keys.need(HEADS)
     if "num_key_value_heads" not in own:
         own["num_key_value_heads"] = keys.kv_heads
     found = {
@@ -50,7 +52,6 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
         "vocab_size": embedding.shape[0],
         "hidden_size": keys.need("embedding_length"),
         "num_hidden_layers": keys.num_layers,
-        "num_attention_heads": keys.need(HEADS),
         "head_dim": keys.head_dim,
         "max_position_embeddings": keys.need("context_length"),
         architecture.epsilon: keys.need(norm),

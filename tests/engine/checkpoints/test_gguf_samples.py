@@ -81,7 +81,7 @@ def test_levels_stand_for_the_numbers_of_the_weights(name: str) -> None:
         assert torch.equal(read().numbers, numbers(weights, module)), module
     products = {name.removesuffix(".weight") for name in weights if name.endswith(("_proj.weight", ".w1.weight"))}
     left = {module for module in products - readers.keys() if weights[f"{module}.weight"][...].shape[-1] % 32 == 0}
-    expanded = {"kv_b_proj", "per_layer_model_projection"} | ({"c_proj"} if name == "gpt2" else set())
+    expanded = {"kv_b_proj", "per_layer_model_projection", "weights_proj"} | ({"c_proj"} if name == "gpt2" else set())
     assert {module.rpartition(".")[2] for module in left} <= expanded
     assert all(len(answer) == LENGTH for answer in tokens(gguf.path, "bfloat16", 64))
 

@@ -148,6 +148,7 @@ DENSE: dict[str, Architecture | Callable[[Keys], Architecture]] = {
         extra=lambda keys: {"clip_qkv": keys.find("attention.clamp_kqv")},
     ),
     "nemotron": Architecture("nemotron", "NemotronForCausalLM", norm_offset=1, epsilon="norm_eps", extra=_nemotron),
+    "jais2": Architecture("jais2", "Jais2ForCausalLM", epsilon="layer_norm_eps", extra=_mlp_bias),
     "exaone": _PLAIN,
     "internlm2": _PLAIN_IN_PAIRS,
     "olmo2": _olmo,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .....schemas.errors import ModelLoadError
-from ..keys import Keys
+from ..keys import HEADS, Keys
 from .architecture import Architecture, layer_types, local_rope, partial_rope, rope_of, windows
 from .experts import (
     EXPERTS,
@@ -21,6 +21,7 @@ from .experts import (
     local_experts_config,
     routed_config,
     shared_experts_config,
+    shared_size,
     sparse_layers,
 )
 from .latent import V2, V3, is_sigmoid
@@ -106,6 +107,35 @@ def _phi_moe(keys: Keys) -> dict[str, Any]:
         "sliding_window": keys.find("attention.sliding_window") or None,
         "lm_head_bias": "output.bias" in keys.gguf.tensors,
     }
+
+
+def _laguna(keys: Keys) -> dict[str, Any]:
+    """Layers with a window, all but the first of each four, may have other numbers of heads, and rotate in another way;
+    gates are by head or number."""
+    heads, local = keys.by_layer(HEADS), local_rope(keys)
+    gate = keys.layer(0, "attn_gate.weight")
+    rotated = keys.find("rope.dimension_count_swa", keys.head_dim)
+    found, window = experts_config(keys), keys.find("attention.sliding_window")
+    pattern, layers = keys.find("attention.sliding_window_pattern", 4), range(keys.num_layers)
+    slides = pattern if isinstance(pattern, list) else [bool(layer % pattern) for layer in layers]
+    kinds = ["sliding_attention" if window and slides[layer] else "full_attention" for layer in layers]
+    return (
+        found
+        | ({"sliding_window": window} if window else {})
+        | {
+            "layer_types": kinds,
+            "num_attention_heads": heads[0],
+            "num_attention_heads_per_layer": heads,
+            "mlp_layer_types": sparse_layers(keys),
+            "shared_expert_intermediate_size": shared_size(keys),
+            "moe_routed_scaling_factor": keys.find("expert_weights_scale", 1.0),
+            "gating": True if gate is None or gate.shape[0] == heads[0] else "per-element",
+            "rope_parameters": {
+                "full_attention": partial_rope(keys),
+                "sliding_attention": local | {"partial_rotary_factor": rotated / keys.head_dim},
+            },
+        }
+    )
 
 
 def _hunyuan_moe(keys: Keys) -> dict[str, Any]:
@@ -215,6 +245,9 @@ SPARSE: dict[str, Architecture | Callable[[Keys], Architecture]] = {
     "llama4": Architecture("llama4_text", "Llama4ForCausalLM", _LLAMA4, LLAMA4_EXPERTS, extra=_llama4),
     "phimoe": Architecture("phimoe", "PhimoeForCausalLM", _PHI_MOE, extra=_phi_moe),
     "hunyuan-moe": Architecture("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", _HUNYUAN, extra=_hunyuan_moe),
+    "laguna": Architecture(
+        "laguna", "LagunaForCausalLM", WITH_SHARED | {"attn_gate": "self_attn.g_proj"}, extra=_laguna
+    ),
     "deepseek2": _deepseek,
     "glm4moe": Architecture(
         "glm4_moe",
