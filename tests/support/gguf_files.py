@@ -260,8 +260,8 @@ def _converted(values: Array, name: str, architecture: str, config: Mapping[str,
         halves = values.reshape(heads, 2, -1, *values.shape[1:])
         values = halves.swapaxes(1, 2).reshape(values.shape)
     if "query_key_value" in name:
-        heads = values.reshape(config["num_attention_heads"], 3, -1, *values.shape[1:])
-        values = np.ascontiguousarray(heads.swapaxes(0, 1).reshape(values.shape))
+        parts = values.reshape(config["num_attention_heads"], 3, -1, *values.shape[1:])
+        values = np.ascontiguousarray(parts.swapaxes(0, 1).reshape(values.shape))
     if _is_norm_from_one(name, architecture):
         values = values + np.float32(1)
     if name.endswith("A_log"):
