@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..file import GgufTensor, GgufWeight, Groups
-from ..fused import FUSED
 from ..keys import HEADS, Keys
 from .architecture import Architecture, Form, partial_rope
 
+_FUSED = "attn_qkv"
 _TRANSFORMER = {
     "token_embd": "transformer.word_embeddings",
     "token_embd_norm": "transformer.word_embeddings_layernorm",
@@ -28,7 +28,7 @@ _GPT2 = {
     "output_norm": "transformer.ln_f",
     "attn_norm": "ln_1",
     "ffn_norm": "ln_2",
-    FUSED: "attn.c_attn",
+    _FUSED: "attn.c_attn",
     "attn_output": "attn.c_proj",
     "ffn_up": "mlp.c_fc",
     "ffn_down": "mlp.c_proj",
@@ -52,7 +52,7 @@ def _by_heads(name: str) -> dict[str, Form]:
         groups = Groups(keys.kv_heads, (keys.need(HEADS) // keys.kv_heads * size, size, size))
         yield f"{name}.{tensor.name.rpartition('.')[2]}", GgufWeight(tensor, tensor.shape, groups=groups)
 
-    return {FUSED: form}
+    return {_FUSED: form}
 
 
 def _turned(stem: str) -> Form:
@@ -78,7 +78,7 @@ def _neox(keys: Keys) -> dict[str, Any]:
     return {
         "use_parallel_residual": keys.find("use_parallel_residual", True),
         "rope_parameters": partial_rope(keys),
-        "attention_bias": keys.has(f"{FUSED}.bias"),
+        "attention_bias": keys.has(f"{_FUSED}.bias"),
     }
 
 
@@ -92,7 +92,7 @@ def _falcon(keys: Keys) -> Architecture:
         "multi_query": not is_newer,
         "parallel_attn": True,
         "num_ln_in_parallel_attn": 2 if is_large else 1,
-        "bias": keys.has(f"{FUSED}.bias"),
+        "bias": keys.has(f"{_FUSED}.bias"),
         "alibi": False,
     }
     return Architecture(
@@ -112,7 +112,7 @@ OLDER: dict[str, Architecture | Callable[[Keys], Architecture]] = {
         "gpt2",
         "GPT2LMHeadModel",
         _GPT2,
-        {stem: _turned(stem) for stem in (FUSED, "attn_output", "ffn_up", "ffn_down")},
+        {stem: _turned(stem) for stem in (_FUSED, "attn_output", "ffn_up", "ffn_down")},
         epsilon="layer_norm_epsilon",
         layers="transformer.h",
     ),
