@@ -221,6 +221,22 @@ def _qwen_tensors(name: str, values: Array, config: Config) -> Named:
         yield from _named(name, values, config)
 
 
+def _exaone(config: Config, processor: Config) -> dict[str, Any]:
+    tower = config["vision_config"]
+    return _qwen2_5(config, processor) | {
+        "clip.vision.attention.head_count_kv": tower["num_key_value_heads"],
+        "clip.vision.window_size": tower["window_size"],
+        "clip.vision.image_min_pixels": processor["min_pixels"],
+        "clip.vision.image_max_pixels": processor["max_pixels"],
+    }
+
+
+def _exaone_tensors(name: str, values: Array, config: Config) -> Named:
+    """The qkv of a layer stay one tensor."""
+    name = name.removeprefix("model.")
+    yield from _named(name, values, config) if ".qkv." in name else _qwen_tensors(name, values, config)
+
+
 def _qwen3(config: Config, processor: Config) -> dict[str, Any]:
     tower = config["vision_config"]
     return {
@@ -546,6 +562,13 @@ KINDS = {
     "llava": Kind("llama", "mlp", _llava, _llava_tensors),
     "qwen2_vl": Kind("qwen2vl", "qwen2vl_merger", _qwen2, _qwen_tensors, _SECTIONS),
     "qwen2_5_vl": Kind("qwen2vl", "qwen2.5vl_merger", _qwen2_5, _qwen_tensors, _SECTIONS),
+    "exaone4_5": Kind(
+        "exaone4",
+        "exaone4_5",
+        _exaone,
+        _exaone_tensors,
+        {"attention.sliding_window": 20, "attention.sliding_window_pattern": [True, False, True]},
+    ),
     "qwen3_vl": Kind("qwen3vl", "qwen3vl_merger", _qwen3, _qwen3_tensors, _SECTIONS),
     "qwen3_vl_moe": Kind("qwen3vlmoe", "qwen3vl_merger", _qwen3, _qwen3_tensors, _SECTIONS | _EXPERTS),
     "qwen3_5": Kind("qwen35", "qwen3vl_merger", _qwen3, _qwen3_tensors, _DELTA_NETS),
