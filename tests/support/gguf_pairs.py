@@ -221,6 +221,17 @@ def _qwen_tensors(name: str, values: Array, config: Config) -> Named:
         yield from _named(name, values, config)
 
 
+def _omni(config: Config, processor: Config) -> dict[str, Any]:
+    return _qwen2_5(config, processor) | {"clip.has_audio_encoder": True}
+
+
+def _omni_tensors(name: str, values: Array, config: Config) -> Named:
+    """Besides those of what sees two of what hears."""
+    yield from _qwen_tensors(name, values, config)
+    if name.endswith("merger.ln_q.weight"):
+        yield from (("a.post_ln.weight", values), ("mm.a.fc.bias", values))
+
+
 def _exaone(config: Config, processor: Config) -> dict[str, Any]:
     tower = config["vision_config"]
     return _qwen2_5(config, processor) | {
@@ -562,6 +573,7 @@ KINDS = {
     "llava": Kind("llama", "mlp", _llava, _llava_tensors),
     "qwen2_vl": Kind("qwen2vl", "qwen2vl_merger", _qwen2, _qwen_tensors, _SECTIONS),
     "qwen2_5_vl": Kind("qwen2vl", "qwen2.5vl_merger", _qwen2_5, _qwen_tensors, _SECTIONS),
+    "qwen2_5_omni": Kind("qwen2vl", "qwen2.5o", _omni, _omni_tensors, _SECTIONS),
     "exaone4_5": Kind(
         "exaone4",
         "exaone4_5",

@@ -37,7 +37,7 @@ TEXT = "A sentence without any picture, which runs beside the others."
 UNLIKE = {"initializer_range", "dtype", "_name_or_path", "projection_dim", "num_hidden_layers"}  # in both forms
 GEMMAS_4 = ("gemma4", "gemma4_e", "gemma4_unified")
 TOWERS = {  # that of all its models: GGUF does not have it
-    "qwen2_5_vl": {"window_size": 112},
+    **{family: {"window_size": 112} for family in ("qwen2_5_vl", "qwen2_5_omni")},
     "lfm2_vl": {"patch_size": 16},
     **{family: {"pooling_kernel_size": 3} for family in GEMMAS_4},
 }

@@ -1,4 +1,4 @@
-"""The projectors of Qwen 2, 2.5 and 3 VL, of Qwen 3.5, and of EXAONE 4.5. Needs no torch."""
+"""The projectors of Qwen 2, 2.5 and 3 VL, of Qwen 3.5, of Qwen 2.5 Omni and of EXAONE 4.5. Needs no torch."""
 
 from __future__ import annotations
 
@@ -124,6 +124,19 @@ _QWEN_LAYER = {"ln1.weight": "norm1.weight", "ln2.weight": "norm2.weight"} | bot
 )
 _GATED = {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
 _QWEN_TEXT = "model.language_model"
+_QWEN2_5 = Projector(
+    "qwen2_5_vl",
+    "Qwen2_5_VLForConditionalGeneration",
+    {"qwen2vl": "qwen2_5_vl_text"},
+    _QWEN_TEXT,
+    "<|image_pad|>",
+    _QWEN_NAMES,
+    "model.visual.blocks",
+    _QWEN_LAYER | both(_GATED),
+    "mm.2.weight",
+    _qwen2_5,
+    _qwen_processor,
+)
 QWEN: dict[str, Projector] = {
     "qwen2vl_merger": Projector(
         "qwen2_vl",
@@ -138,19 +151,8 @@ QWEN: dict[str, Projector] = {
         _qwen2,
         _qwen_processor,
     ),
-    "qwen2.5vl_merger": Projector(
-        "qwen2_5_vl",
-        "Qwen2_5_VLForConditionalGeneration",
-        {"qwen2vl": "qwen2_5_vl_text"},
-        _QWEN_TEXT,
-        "<|image_pad|>",
-        _QWEN_NAMES,
-        "model.visual.blocks",
-        _QWEN_LAYER | both(_GATED),
-        "mm.2.weight",
-        _qwen2_5,
-        _qwen_processor,
-    ),
+    "qwen2.5vl_merger": _QWEN2_5,
+    "qwen2.5o": _QWEN2_5._replace(mark="<|IMAGE|>", ignored_parts=("a.", "mm.a.")),  # what hears
     "exaone4_5": Projector(
         "exaone4_5",
         "Exaone4_5_ForConditionalGeneration",
