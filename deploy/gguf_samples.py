@@ -135,6 +135,14 @@ SAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 4, "attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2}
         | {"mamba_d_state": 16, "mamba_dt_rank": 8},
     ),
+    "kimi_linear": (
+        "kimi_linear",
+        _LATENT
+        | {"q_lora_rank": None, "num_hidden_layers": 3, "mlp_layer_types": ["sparse"] * 3}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        | {"linear_head_dim": 32, "linear_num_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"n_shared_experts": 1, "max_position_embeddings": 256},
+    ),
     "laguna": (
         "laguna",
         {"num_hidden_layers": 4, "layer_types": ["full_attention"] + ["sliding_attention"] * 3}
@@ -187,6 +195,10 @@ _FOR_CONVERTER: dict[str, dict[str, Any]] = {  # what config.json has in the ori
     "glm": {"seq_length": 256, "layernorm_epsilon": 1.5625e-7},
     "gpt2": {"n_ctx": 256},
     "hunyuan_v1_moe": {"moe_intermediate_size": [64], "moe_topk": [2], "num_shared_expert": [1]},
+    "kimi_linear": {
+        **{"linear_attn_config": {"full_attn_layers": [2], "short_conv_kernel_size": 4, "head_dim": 32}},
+        **{"first_k_dense_replace": 0, "max_position_embeddings": 256},
+    },
     "phimoe": {"architectures": ["PhiMoEForCausalLM"], "original_max_position_embeddings": 256},
 }
 
