@@ -66,6 +66,11 @@ SAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("bloom", {"n_head": 2, "n_layer": 2}),
     "cohere": ("cohere", {"tie_word_embeddings": True, "logit_scale": 0.25}),
     "cohere2": ("cohere2", _WINDOWS | {"tie_word_embeddings": True, "logit_scale": 0.25}),
+    "cohere2_moe": (
+        "cohere2_moe",
+        _WINDOWS
+        | {"logit_scale": 0.25, "mlp_layer_types": ["dense", *["sparse"] * 3], "prefix_dense_intermediate_size": 96},
+    ),
     "deepseek_v2": ("deepseek_v2", _LATENT | {"routed_scaling_factor": 1.5}),
     "deepseek_v2_lite": ("deepseek_v2", _LATENT | {"q_lora_rank": None, "rope_parameters": _YARN}),
     "deepseek_v3": ("deepseek_v3", _LATENT | {"n_group": 2, "rope_parameters": _YARN}),

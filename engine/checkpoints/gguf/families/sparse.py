@@ -138,6 +138,23 @@ def _laguna(keys: Keys) -> dict[str, Any]:
     )
 
 
+def _cohere2(keys: Keys) -> dict[str, Any]:
+    """Shared experts and chosen ones are averaged; layers before the first with experts may have their own width."""
+    return (
+        experts_config(keys)
+        | windows(keys, 4)
+        | {
+            "logit_scale": keys.need("logit_scale"),
+            "intermediate_size": keys.need("expert_feed_forward_length"),
+            "prefix_dense_intermediate_size": keys.need("feed_forward_length"),
+            "mlp_layer_types": sparse_layers(keys),
+            "num_shared_experts": keys.find("expert_shared_count", 0),
+            "norm_topk_prob": keys.find("expert_weights_norm", False),
+            "expert_selection_fn": "softmax" if keys.find("expert_gating_func") == 1 else "sigmoid",
+        }
+    )
+
+
 def _hunyuan_moe(keys: Keys) -> dict[str, Any]:
     return {
         "num_experts": keys.need("expert_count"),
@@ -247,6 +264,9 @@ SPARSE: dict[str, Architecture | Callable[[Keys], Architecture]] = {
     "hunyuan-moe": Architecture("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", _HUNYUAN, extra=_hunyuan_moe),
     "laguna": Architecture(
         "laguna", "LagunaForCausalLM", WITH_SHARED | {"attn_gate": "self_attn.g_proj"}, extra=_laguna
+    ),
+    "cohere2moe": Architecture(
+        "cohere2_moe", "Cohere2MoeForCausalLM", WITH_SHARED, epsilon="layer_norm_eps", extra=_cohere2
     ),
     "deepseek2": _deepseek,
     "glm4moe": Architecture(

@@ -326,7 +326,7 @@ def test_other_models_take_text_alone(tmp_path: Path) -> None:
     assert load_sight(str(tmp_path), "hf").processor is None
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     message = ChatMessage.model_validate({"role": "user", "content": [image]})
-    with pytest.raises(InvalidRequest, match=r"^m takes text alone with the backend 'hf', and sees with 'paged'; leave"):
+    with pytest.raises(InvalidRequest, match=r"^m takes text alone with the backend 'hf', and sees with 'paged'; "):
         load_sight(str(tmp_path), "hf").look([message], "m", {})
 
 
