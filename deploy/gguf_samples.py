@@ -41,6 +41,7 @@ _LATENT = {
     **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 8, "v_head_dim": 16},
     **{"head_dim": 8, "num_key_value_heads": 2, "n_group": 1, "topk_group": 1},
 }
+_CHOOSING = {"index_topk": 16, "index_head_dim": 32, "index_n_heads": 4}
 _YARN = {
     **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32},
     **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
@@ -51,6 +52,7 @@ _GRANITE = {
     "shared_intermediate_size": 32,
 }
 _GRANITE_HYBRID = _GRANITE | _MAMBA | {"num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"]}
+_OLD = {"n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 256}
 _LFM = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 _SHARED = {
     "num_hidden_layers": 4,
@@ -61,11 +63,18 @@ SAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "afmoe": ("afmoe", _WINDOWS | {"num_dense_layers": 1, "mup_enabled": True, "route_scale": 1.5}),
     "apertus": ("apertus", {}),
     "arcee": ("arcee", {}),
+    "bloom": ("bloom", {"n_head": 2, "n_layer": 2}),
     "cohere": ("cohere", {"tie_word_embeddings": True, "logit_scale": 0.25}),
     "cohere2": ("cohere2", _WINDOWS | {"tie_word_embeddings": True, "logit_scale": 0.25}),
+    "cohere2_moe": (
+        "cohere2_moe",
+        _WINDOWS
+        | {"logit_scale": 0.25, "mlp_layer_types": ["dense", *["sparse"] * 3], "prefix_dense_intermediate_size": 96},
+    ),
     "deepseek_v2": ("deepseek_v2", _LATENT | {"routed_scaling_factor": 1.5}),
     "deepseek_v2_lite": ("deepseek_v2", _LATENT | {"q_lora_rank": None, "rope_parameters": _YARN}),
     "deepseek_v3": ("deepseek_v3", _LATENT | {"n_group": 2, "rope_parameters": _YARN}),
+    "deepseek_v32": ("deepseek_v32", _LATENT | _CHOOSING | {"n_group": 2}),
     "dots1": ("dots1", {"sliding_window": None, "layer_types": ["full_attention"] * 2, "n_group": 1, "topk_group": 1}),
     "ernie4_5": ("ernie4_5", {}),
     "ernie4_5_moe": (
@@ -77,6 +86,9 @@ SAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
         "exaone_moe",
         _WINDOWS | {"mlp_layer_types": ["dense", *["sparse"] * 3], "n_group": 1, "topk_group": 1},
     ),
+    "falcon": ("falcon", {"new_decoder_architecture": False, "multi_query": True, "num_kv_heads": 1}),
+    "falcon_40b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 1, "num_ln_in_parallel_attn": 2}),
+    "falcon_mamba": ("falcon_mamba", {"state_size": 16, "time_step_rank": 8, "tie_word_embeddings": True}),
     "falcon_h1": (
         "falcon_h1",
         _MAMBA
@@ -106,8 +118,12 @@ SAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_key_value_heads": 2, "attention_k_eq_v": True}
         | {"num_global_key_value_heads": 1, "enable_moe_block": True, "top_k_experts": 2, "moe_intermediate_size": 32},
     ),
+    "glm": ("glm", {"attention_bias": True}),
     "glm4": ("glm4", {}),
     "glm4_moe": ("glm4_moe", {"use_qk_norm": True, "n_group": 1, "topk_group": 1, "attention_bias": True}),
+    "glm_moe_dsa": ("glm_moe_dsa", _LATENT | _CHOOSING | {"indexer_types": ["full", "shared"]}),
+    "gpt2": ("gpt2", _OLD),
+    "gpt_bigcode": ("gpt_bigcode", _OLD),
     "granitemoe": ("granitemoe", _GRANITE),
     "granitemoeshared": ("granitemoeshared", _GRANITE),
     "granitemoehybrid": ("granitemoehybrid", _GRANITE_HYBRID),
@@ -116,31 +132,80 @@ SAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
         _GRANITE_HYBRID | {"num_local_experts": 0, "num_experts_per_tok": 0},
     ),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {}),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {"moe_topk": 2}),
     "hy_v3": ("hy_v3", {"mlp_layer_types": ["dense", "sparse"]}),
+    "jais2": ("jais2", {}),
+    "jamba": (
+        "jamba",
+        {"num_hidden_layers": 4, "attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2}
+        | {"mamba_d_state": 16, "mamba_dt_rank": 8},
+    ),
+    "kimi_linear": (
+        "kimi_linear",
+        _LATENT
+        | {"q_lora_rank": None, "num_hidden_layers": 3, "mlp_layer_types": ["sparse"] * 3}
+        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        | {"linear_head_dim": 32, "linear_num_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"n_shared_experts": 1, "max_position_embeddings": 256},
+    ),
+    "laguna": (
+        "laguna",
+        {"num_hidden_layers": 4, "layer_types": ["full_attention"] + ["sliding_attention"] * 3}
+        | {"mlp_layer_types": ["dense", *["sparse"] * 3], "shared_expert_intermediate_size": 32}
+        | {"num_attention_heads_per_layer": [2, 3, 3, 3], "moe_routed_scaling_factor": 1.5}
+        | {
+            "rope_parameters": {
+                "full_attention": _YARN | {"partial_rotary_factor": 0.5, "attention_factor": 1.125},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 1.0},
+            }
+        },
+    ),
     "lfm2": ("lfm2", _LFM),
     "lfm2_moe": ("lfm2_moe", _LFM | {"num_dense_layers": 1, "tie_word_embeddings": True}),
+    "llama4": (
+        "llama4_text",
+        {"num_hidden_layers": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 96, "moe_layers": [1, 3]}
+        | {"interleave_moe_layer_step": 2},
+    ),
+    "mamba": ("mamba", {"state_size": 16, "time_step_rank": 8}),
+    "mamba2": ("mamba2", {"state_size": 16, "num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 16}),
     "mellum": ("mellum", _WINDOWS | {"mlp_layer_types": ["sparse"] * 4}),
+    "minicpm3": ("minicpm3", _LATENT),
     "minimax_m2": ("minimax_m2", {"rotary_dim": 8}),
     "mixtral_fused": ("mixtral", {"sliding_window": None}),
     "ministral3": (
         "ministral3",
         {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1}, "sliding_window": None},
     ),
+    "nemotron": ("nemotron", {}),
     "nemotron_h": (
         "nemotron_h",
         {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "mamba_num_heads": 4, "mamba_head_dim": 16}
         | {"ssm_state_size": 16, "n_groups": 2, "moe_shared_expert_intermediate_size": 32}
         | {"n_group": 1, "topk_group": 1},
     ),
+    "olmo": ("olmo", {"clip_qkv": 0.75}),
     "olmo3": ("olmo3", _WINDOWS),
     "olmoe": ("olmoe", {}),
+    "phimoe": ("phimoe", {"sliding_window": None, "attention_bias": True, "lm_head_bias": True}),
     "phi": ("phi", {"num_key_value_heads": 2, "intermediate_size": 128}),
     "qwen2_fused": ("qwen2", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     "seed_oss": ("seed_oss", {}),
 }
 _FUSED = ("--fuse-qkv",)
 """What the converter is told for those whose names end so."""
-_FOR_CONVERTER = {"cohere2": {"rotary_pct": 1.0}}  # what its config.json has in the original, and transformers' has not
+_FOR_CONVERTER: dict[str, dict[str, Any]] = {  # what config.json has in the originals, and transformers' has not
+    "cohere2": {"rotary_pct": 1.0},
+    "bloom": {"seq_length": 256},
+    "glm": {"seq_length": 256, "layernorm_epsilon": 1.5625e-7},
+    "gpt2": {"n_ctx": 256},
+    "hunyuan_v1_moe": {"moe_intermediate_size": [64], "moe_topk": [2], "num_shared_expert": [1]},
+    "kimi_linear": {
+        **{"linear_attn_config": {"full_attn_layers": [2], "short_conv_kernel_size": 4, "head_dim": 32}},
+        **{"first_k_dense_replace": 0, "max_position_embeddings": 256},
+    },
+    "phimoe": {"architectures": ["PhiMoEForCausalLM"], "original_max_position_embeddings": 256},
+}
 
 
 def make_sample(name: str, converter: Path, to: Path) -> None:

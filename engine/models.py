@@ -306,3 +306,9 @@ def state_of(path: Path) -> list[list[Any]]:
     """What the file system says of a model's files: it differs after any of them has changed. Raises `OSError`."""
     stats = [(file.name, file.stat()) for file in files_of(path)]
     return [[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for name, s in stats]
+
+
+def keeps_states(model: Any) -> bool:
+    """Whether layers of transformers' model keep a running state, which is no cache of keys and values."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return bool(model._is_stateful or "linear_attention" in kinds)

@@ -27,7 +27,7 @@ from ..backend import NoPrefixes, ProgressCallback
 from ..choice import Choice
 from ..config import EngineConfig
 from ..loading import load_causal_lm
-from ..models import count_parameters, read_model_info
+from ..models import count_parameters, keeps_states, read_model_info
 from ..planning.device import resolve_device
 from ..planning.discovery import files_for
 from ..planning.manifests import HF
@@ -62,7 +62,7 @@ class HfBackend(NoPrefixes):
         attention = None if config.attention == "auto" else config.attention
         self._model = load_causal_lm(config, path, info.architecture, self._device, progress, attention)
         self._accepted = frozenset(inspect.signature(self._model.forward).parameters)
-        if self._model._is_stateful or "past_key_values" not in self._accepted:
+        if keeps_states(self._model) or "past_key_values" not in self._accepted:
             raise ModelLoadError(
                 f"{info.architecture} keeps a recurrent state; the backend 'hf' needs a model with a key-value cache"
             )

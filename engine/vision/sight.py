@@ -99,7 +99,9 @@ def load_sight(source: str, backend: str, limits: ImageLimits = ANY) -> Sight:
     if backend == "echo" and not is_path:
         return Sight(limits=limits)
     if backend not in SEEING:
-        return Sight(limits=limits, blind=f"takes text alone with the backend {backend!r}")
+        sees = is_path and VisionProcessor.of(resolve_model(source)) is not None
+        instead = f", and sees with {' or '.join(map(repr, SEEING))}" if sees else ""
+        return Sight(limits=limits, blind=f"takes text alone with the backend {backend!r}{instead}")
     path = resolve_model(source)
     processor = VisionProcessor.of(path)
     blind = "" if processor else why_blind(read_config(path))

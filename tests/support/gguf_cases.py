@@ -124,11 +124,27 @@ CASES = [
         {"attention.sliding_window": 16, "rope.dimension_count": 8},
     ),
     Case(
+        "gptneox",
+        "gpt_neox",
+        {"num_key_value_heads": 4}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        {"attention.layer_norm_epsilon": 1e-5, "rope.dimension_count": 8, "use_parallel_residual": True},
+    ),
+    Case(
         "granite",
         "granite",
         {"embedding_multiplier": 6.0, "attention_multiplier": 0.4, "residual_multiplier": 0.7, "logits_scaling": 0.5},
         {"embedding_scale": 6.0, "attention.scale": 0.4, "residual_scale": 0.7, "logit_scale": 0.5},
     ),
+    Case(
+        "minicpm",  # by what its older files multiply, which do not say it
+        "granite",
+        {"embedding_multiplier": 12.0, "residual_multiplier": 1.4 / 2**0.5, "logits_scaling": 0.25}
+        | {"attention_multiplier": 0.25},
+        {},
+    ),
+    Case("exaone", "llama", {}, {}),
+    Case("internlm2", "llama", {}, {}),
     Case("olmo2", "olmo2", {}, {}),
     Case("smollm3", "smollm3", {"num_hidden_layers": 4}, {}),
     Case("starcoder2", "starcoder2", {"use_bias": True}, {"attention.layer_norm_epsilon": 1e-5}),

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from safetensors.numpy import load_file
 
 Array = npt.NDArray[Any]
-WITH_PERMUTED_ROWS = ("llama", "granite", "mistral3", "smollm3")
+WITH_PERMUTED_ROWS = ("llama", "granite", "internlm2", "minicpm", "mistral3", "smollm3")
 WITH_NORMS_FROM_ONE = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
 _SCALES_AT = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 _EXPERT = re.compile(r"(.*experts)\.\d+\.(.*)")
@@ -165,8 +165,11 @@ def _tensors(directory: Path, architecture: str, config: Mapping[str, Any]) -> d
 
 
 def _apart(weights: Mapping[str, Array], architecture: str) -> dict[str, Array]:
-    """gpt-oss: of all experts of a layer the gates and the ups, which come in turns, outputs by inputs."""
-    if architecture != "gpt-oss":
+    """gpt-oss and Llama 4: of all experts of a layer the gates and the ups, outputs by inputs.
+
+    Those of gpt-oss come in turns, and Llama 4's one behind the other.
+    """
+    if architecture not in ("gpt-oss", "llama4"):
         return dict(weights)
     found: dict[str, Array] = {}
     for name, values in weights.items():
@@ -177,8 +180,9 @@ def _apart(weights: Mapping[str, Array], architecture: str) -> dict[str, Array]:
             continue
         rows = values if end == ".bias" else np.ascontiguousarray(values.swapaxes(1, 2))
         if kind == "gate_up_proj":
-            for place, own in enumerate(("gate_proj", "up_proj")):
-                found[f"{layer}{experts}{own}{end}"] = np.ascontiguousarray(rows[:, place::2])
+            parts = np.split(rows, 2, axis=1) if architecture == "llama4" else (rows[:, ::2], rows[:, 1::2])
+            for own, part_rows in zip(("gate_proj", "up_proj"), parts, strict=True):
+                found[f"{layer}{experts}{own}{end}"] = np.ascontiguousarray(part_rows)
         else:
             found[f"{layer}{experts}{kind}{end}"] = rows
     return found
@@ -255,6 +259,9 @@ def _converted(values: Array, name: str, architecture: str, config: Mapping[str,
     if heads:
         halves = values.reshape(heads, 2, -1, *values.shape[1:])
         values = halves.swapaxes(1, 2).reshape(values.shape)
+    if "query_key_value" in name:
+        parts = values.reshape(config["num_attention_heads"], 3, -1, *values.shape[1:])
+        values = np.ascontiguousarray(parts.swapaxes(0, 1).reshape(values.shape))
     if _is_norm_from_one(name, architecture):
         values = values + np.float32(1)
     if name.endswith("A_log"):

@@ -93,7 +93,7 @@ def _write_text(directory: Path, to: Path, config: Config, weights: Mapping[str,
         each = found[name].reshape(heads, -1, *found[name].shape[1:])
         rows = np.concatenate((each[:, :apart:2], each[:, 1:apart:2], each[:, apart:]), axis=1)
         found[name] = np.ascontiguousarray(rows.reshape(found[name].shape))
-    for name in [name for name in found if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
+    for name in [name for name in found if name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"))]:
         found.update(_apart(name, found.pop(name)))
     save_file(found, to / "model.safetensors")
 
@@ -139,7 +139,8 @@ def _keys(kind: Kind, directory: Path, config: Config) -> dict[str, Any]:
     return general | {f"clip.vision.{name}": value for name, value in common.items()} | own
 
 
-_COLOURS = {"lfm2": (0.5, 0.5), "gemma4uv": (0.0, 1.0)}  # of those whose processors want torchvision
+# Of those whose processors want torchvision.
+_COLOURS = {"lfm2": (0.5, 0.5), "llama4": (0.5, 0.5), "gemma4uv": (0.0, 1.0)}
 _NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
 
 
@@ -218,6 +219,33 @@ def _qwen_tensors(name: str, values: Array, config: Config) -> Named:
         yield "v.patch_embd.weight.1", np.ascontiguousarray(values[:, :, 1])
     else:
         yield from _named(name, values, config)
+
+
+def _omni(config: Config, processor: Config) -> dict[str, Any]:
+    return _qwen2_5(config, processor) | {"clip.has_audio_encoder": True}
+
+
+def _omni_tensors(name: str, values: Array, config: Config) -> Named:
+    """Besides those of what sees two of what hears."""
+    yield from _qwen_tensors(name, values, config)
+    if name.endswith("merger.ln_q.weight"):
+        yield from (("a.post_ln.weight", values), ("mm.a.fc.bias", values))
+
+
+def _exaone(config: Config, processor: Config) -> dict[str, Any]:
+    tower = config["vision_config"]
+    return _qwen2_5(config, processor) | {
+        "clip.vision.attention.head_count_kv": tower["num_key_value_heads"],
+        "clip.vision.window_size": tower["window_size"],
+        "clip.vision.image_min_pixels": processor["min_pixels"],
+        "clip.vision.image_max_pixels": processor["max_pixels"],
+    }
+
+
+def _exaone_tensors(name: str, values: Array, config: Config) -> Named:
+    """The qkv of a layer stay one tensor."""
+    name = name.removeprefix("model.")
+    yield from _named(name, values, config) if ".qkv." in name else _qwen_tensors(name, values, config)
 
 
 def _qwen3(config: Config, processor: Config) -> dict[str, Any]:
@@ -420,6 +448,21 @@ def _janus_tensors(name: str, values: Array, config: Config) -> Named:
         yield from _named(f"model.{name}", values, config)
 
 
+def _llama4(config: Config, processor: Config) -> dict[str, Any]:
+    scale = int(1 / config["vision_config"]["pixel_shuffle_ratio"])
+    return {"clip.use_gelu": True, "clip.vision.projector.scale_factor": scale}
+
+
+def _llama4_tensors(name: str, values: Array, config: Config) -> Named:
+    """The reference package has the name of the second norm for Gemma 4, too, where it is another one."""
+    if name == "multi_modal_projector.linear_1.weight":
+        yield "mm.model.fc.weight", values
+    elif match := re.fullmatch(r"vision_model\.model\.layers\.(\d+)\.post_attention_layernorm\.(\w+)", name):
+        yield f"v.blk.{match[1]}.ln2.{match[2]}", values
+    else:
+        yield from _named(f"{name}.weight" if name.endswith("positional_embedding_vlm") else name, values, config)
+
+
 def _gemma3(config: Config, processor: Config) -> dict[str, Any]:
     tower = config["vision_config"]
     scale = int(tower["image_size"] // tower["patch_size"] // config["mm_tokens_per_image"] ** 0.5)
@@ -530,6 +573,14 @@ KINDS = {
     "llava": Kind("llama", "mlp", _llava, _llava_tensors),
     "qwen2_vl": Kind("qwen2vl", "qwen2vl_merger", _qwen2, _qwen_tensors, _SECTIONS),
     "qwen2_5_vl": Kind("qwen2vl", "qwen2.5vl_merger", _qwen2_5, _qwen_tensors, _SECTIONS),
+    "qwen2_5_omni": Kind("qwen2vl", "qwen2.5o", _omni, _omni_tensors, _SECTIONS),
+    "exaone4_5": Kind(
+        "exaone4",
+        "exaone4_5",
+        _exaone,
+        _exaone_tensors,
+        {"attention.sliding_window": 20, "attention.sliding_window_pattern": [True, False, True]},
+    ),
     "qwen3_vl": Kind("qwen3vl", "qwen3vl_merger", _qwen3, _qwen3_tensors, _SECTIONS),
     "qwen3_vl_moe": Kind("qwen3vlmoe", "qwen3vl_merger", _qwen3, _qwen3_tensors, _SECTIONS | _EXPERTS),
     "qwen3_5": Kind("qwen35", "qwen3vl_merger", _qwen3, _qwen3_tensors, _DELTA_NETS),
@@ -555,6 +606,16 @@ KINDS = {
         {
             **{"rope.scaling.alpha": 3.0, "rope.scaling.type": "none", "rope.scaling.factor": 1.0},
             "rope.dimension_sections": [2, 3, 1, 2],
+        },
+    ),
+    "llama4": Kind(
+        "llama4",
+        "llama4",
+        _llama4,
+        _llama4_tensors,
+        {
+            **{"expert_count": 4, "expert_used_count": 1, "expert_feed_forward_length": 128},
+            **{"feed_forward_length": 96, "interleave_moe_layer_step": 2},
         },
     ),
     "janus": Kind("llama", "janus_pro", _janus, _janus_tensors),

@@ -919,6 +919,10 @@ FAMILIES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
 
 # The same of those in GGUF whose text differs from that of their families.
 OTHER_TEXTS: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
+    "qwen2_5_omni": (  # what sees of it, with tokens of its own
+        ["<|IMAGE|>", "<|vision_bos|>", "<|vision_eos|>", "<|VIDEO|>"],
+        *FAMILIES["qwen2_5_vl"][1:],
+    ),
     "internvl_moe": (
         FAMILIES["internvl"][0],
         FAMILIES["internvl"][1]
@@ -951,7 +955,7 @@ OTHER_TEXTS: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
 
 KINDS = {
     **{"paligemma2": "paligemma", "gemma4_e": "gemma4", "granite_vision": "llava_next"},
-    **{"ministral3": "mistral3", "internvl_moe": "internvl"},
+    **{"ministral3": "mistral3", "internvl_moe": "internvl", "qwen2_5_omni": "qwen2_5_vl"},
 }
 """The model_type of families that are named otherwise here."""
 

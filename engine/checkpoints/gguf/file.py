@@ -75,10 +75,10 @@ class GgufWeight(NamedTuple):
     `expert` is an index into the tensor's first dimension, and `shape` what the model has. `more` are the tensors of
     further rows or, if `is_split_in_time`, of further frames: a new third dimension. `sees`: it is no language model's.
     With `is_decay` the file has -exp of the numbers. A weight of all experts of a layer is `is_transposed`, outputs
-    last; `in_turns`: its outputs are those of both tensors, one of each. `groups` is the order of the rows of all.
-    `is_latent`: of two tensors by head, the first has a head's rows transposed. `is_by_colour`: of a patch all pixels
-    of a colour lie together, and in the model all colours of a pixel. `is_by_axis`: its first dimension is the model's
-    second. The model has so many `leading` rows before, of zeros.
+    last; its outputs are those of both tensors, one behind the other or, `in_turns`, one of each. `groups` is the order
+    of the rows of all. `is_latent`: of two tensors by head, the first has a head's rows transposed. `is_by_colour`: of
+    a patch all pixels of a colour lie together, and in the model all colours of a pixel. `is_by_axis`: its first
+    dimension is the model's second. The model has so many `leading` rows before, of zeros.
     """
 
     tensor: GgufTensor
@@ -110,7 +110,7 @@ class GgufWeight(NamedTuple):
         """Whether it can be used in the form that it has in the file, if its type has levels."""
         in_groups = self.tiles is None or not self.tiles.by_columns or not self.tiles.size % _GROUP
         is_product = (len(self.shape) == 2 or self.is_transposed) and not self.tensor.name.endswith(_ROUTER)
-        return is_product and in_groups and not self.sees and not self.is_latent
+        return is_product and in_groups and not (self.sees or self.is_latent or self.is_by_axis)
 
 
 class GgufStrings(NamedTuple):

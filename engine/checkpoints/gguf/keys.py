@@ -49,7 +49,7 @@ class Keys:
 
     @property
     def head_dim(self) -> int:
-        return int(self.find("attention.key_length") or self.need("embedding_length") // self.need(HEADS))
+        return int(self.find("attention.key_length") or self.need("embedding_length") // (self.need(HEADS) or 1))
 
     @property
     def kv_heads(self) -> int:

@@ -41,16 +41,17 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
     if "intermediate_size" not in own:
         length = keys.find("feed_forward_length") or keys.find("expert_feed_forward_length")
         own["intermediate_size"] = length or keys.need("feed_forward_length")
+    if "num_attention_heads" not in own:
+        own["num_attention_heads"] = keys.need(HEADS)
     if "num_key_value_heads" not in own:
         own["num_key_value_heads"] = keys.kv_heads
-    return {
+    found = {
         "model_type": architecture.model_type,
         "architectures": [architecture.class_name],
         "dtype": "float32" if kinds == {"F32"} else "float16" if kinds == {"F16"} else "bfloat16",
         "vocab_size": embedding.shape[0],
         "hidden_size": keys.need("embedding_length"),
         "num_hidden_layers": keys.num_layers,
-        "num_attention_heads": keys.need(HEADS),
         "head_dim": keys.head_dim,
         "max_position_embeddings": keys.need("context_length"),
         architecture.epsilon: keys.need(norm),
@@ -60,7 +61,8 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
         "bos_token_id": gguf.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": list(ends) or None,
         "pad_token_id": gguf.metadata.get("tokenizer.ggml.padding_token_id"),
-    } | own
+    }
+    return {name: value for name, value in found.items() if name not in architecture.left_out} | own
 
 
 def weights_of(gguf: Gguf) -> dict[str, GgufWeight]:
@@ -89,7 +91,7 @@ def rope_factors(gguf: Gguf) -> list[float] | None:
 def _weights(tensor: GgufTensor, architecture: Architecture, keys: Keys) -> Iterator[tuple[str, GgufWeight]]:
     match = _LAYER.fullmatch(tensor.name)
     stem, suffix = match.groups()[1:] if match else _split(tensor.name)
-    place = f"model.layers.{match[1]}." if match else ""
+    place = f"{architecture.layers}.{match[1]}." if match else ""
     if form := architecture.forms.get(stem):
         for own, weight in form(tensor, keys):
             yield f"{place}{own}", weight

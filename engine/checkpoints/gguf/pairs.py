@@ -72,8 +72,9 @@ def weights_of(gguf: Gguf) -> dict[str, GgufWeight]:
     if gguf.projector is None:
         return found
     kind = _kind(gguf.projector)
+    text, head = f"{kind.language_model}.", kind.head
     moved = {
-        f"{kind.language_model}.{name.removeprefix('model.')}" if name.startswith("model.") else name: weight
+        text + name.removeprefix("model.") if name.startswith("model.") else head + name: weight
         for name, weight in found.items()
     }
     return moved | _vision_weights(gguf.projector, kind)

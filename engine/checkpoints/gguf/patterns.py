@@ -65,6 +65,11 @@ _EXAONE = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
 )
+_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", *_GPT2, "[0-9][0-9][0-9]")
+_BLOOM = (" ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+",)
+_LAGUNA = (r"[^\n]+|\n+", *_QWEN2)
+_RUNS = "".join(rf"|\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4, "1,2"))  # of spaces
+_JAIS2 = (_WORDS + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+" + _RUNS + r"|\s",)
 PATTERNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "granite-docling"), _GPT2),
     **dict.fromkeys(("gigachat", "a.x-4.0", "mellum"), _GPT2),
@@ -85,6 +90,10 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("tiny_aya", "cohere2moe"), _AYA),
     "seed-coder": _SEED,
     "exaone-moe": _EXAONE,
+    "falcon": _FALCON,
+    "bloom": _BLOOM,
+    "laguna": _LAGUNA,
+    "jais-2": _JAIS2,
 }
 """The patterns of each kind, one after the other."""
 

@@ -43,7 +43,7 @@ def level_readers(gguf: Gguf) -> dict[str, ReadRounded]:
         if weight.keeps_levels and weight.types <= {*LEVELS}:
             if weight.is_transposed:
                 modules = enumerate(module_names(name, weight.shape[0]))
-                found |= {module: _Turns(weight, expert) for expert, module in modules}
+                found |= {module: _Expert(weight, expert) for expert, module in modules}
             elif weight.groups is not None:
                 found[name.removesuffix(".weight")] = _Grouped(weight, weight.groups)
             else:
@@ -76,20 +76,21 @@ class _Levels:
 
 
 @dataclass(frozen=True, slots=True)
-class _Turns:
-    """Reads the levels of one expert: an output of each of its tensors, and again."""
+class _Expert:
+    """Reads the levels of one expert: an output of each of its tensors, and again, or one tensor behind the other."""
 
     weight: GgufWeight
     expert: int
 
     def __call__(self) -> Rounded:
-        return Rounded.in_turns([read() for read in self._parts])
+        parts = [read() for read in self._parts]
+        return Rounded.in_turns(parts) if self.weight.in_turns else Rounded.joined(parts)
 
     def blocks(self) -> list[Blocks]:
         """As `_Levels` has them; none unless all are of one type."""
         parts = blocks_of(self._parts)
-        if len(self.weight.types) > 1 or not parts:
-            return []
+        if len(self.weight.types) > 1 or not parts or not self.weight.in_turns:
+            return parts
         return [parts[0]._replace(data=torch.stack([part.data for part in parts], dim=1).flatten(0, 1))]
 
     @property
@@ -181,6 +182,8 @@ def _read(weight: GgufWeight, dtype: torch.dtype) -> Tensor:
         own = _read(weight._replace(shape=weight.tensor.shape, leading=0), dtype)
         return torch.cat((own.new_zeros((weight.leading, *own.shape[1:])), own))
     expanded = dequantize(_data(weight), weight.tensor.type, dtype, _factor(weight))
+    if weight.groups is not None:
+        return _in_groups(expanded.view(weight.shape[0], -1), weight.groups).view(weight.shape)
     if weight.is_by_axis:
         return expanded.view(weight.tensor.shape).transpose(0, 1).contiguous()
     expanded = expanded.view(weight.shape)
@@ -198,10 +201,9 @@ def _read_experts(weight: GgufWeight, dtype: torch.dtype) -> Tensor:
     """All experts of a layer, in memory of one more."""
     found = torch.empty(weight.shape, dtype=dtype)
     for expert in range(len(found)):
-        parts = [GgufWeight(one, one.shape[1:], expert=expert) for one in (weight.tensor, *weight.more)]
-        outputs = torch.stack([_read(part, dtype) for part in parts], dim=1).flatten(
-            0, 1
-        )  # one of each tensor in turns
+        own = [GgufWeight(one, one.shape[1:], expert=expert) for one in (weight.tensor, *weight.more)]
+        parts = [_read(part, dtype) for part in own]
+        outputs = torch.stack(parts, dim=1).flatten(0, 1) if weight.in_turns else torch.cat(parts)
         found[expert] = outputs.T if weight.is_transposed else outputs
     return found
 

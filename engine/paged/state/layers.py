@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ....schemas.errors import ModelLoadError
+from ...models import keeps_states
 from .delta_net import NextDeltaNet, SeparateDeltaNet, SplitDeltaNet
 from .kimi_delta import KimiDeltaNet
 from .layer import StateLayer
@@ -53,10 +54,8 @@ def find_states(model: Any, name: str) -> dict[int, nn.Module]:
     if unknown or (model._is_stateful and not found):
         classes = {type(module).__name__ for module in model.modules() if getattr(module, "layer_idx", None) in unknown}
         what = ", ".join(sorted(classes or {*unknown.values()})) or "a recurrent state"
-        raise ModelLoadError(
-            f"{name} has layers of a kind that the backend 'paged' does not know ({what}); choose another model, "
-            "or a GGUF file of it with --backend llama_cpp"
-        )
+        advice = "choose another model, or try --backend vllm" if keeps_states(model) else "use --backend hf"
+        raise ModelLoadError(f"{name} has layers of a kind that the backend 'paged' does not know ({what}); {advice}")
     return found
 
 

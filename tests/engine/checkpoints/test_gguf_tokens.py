@@ -196,6 +196,10 @@ def test_texts_are_split_before_they_are_merged(
         ("afmoe", "12345 1234567", ["12", "345", " ", "1", "234", "567"]),
         ("tiny_aya", "12345", ["12", "345"]),
         ("seed-coder", "ok!\nno", ["ok", "!", "\n", "no"]),
+        ("falcon", "a+b ok12345", ["a", "+", "b", " ok", "123", "45"]),
+        ("bloom", "ok, go 12", ["ok", ",", " go", " 12"]),
+        ("laguna", "ok!\n\n12", ["ok", "!", "\n\n", "1", "2"]),
+        ("jais-2", "a       b 1234", ["a", "    ", "  ", " b", " ", "123", "4"]),
         ("exaone-moe", "two words, 12", ["two words", ",", " ", "1", "2"]),
     ],
 )

@@ -48,7 +48,8 @@ class Architecture:
 
     In a name `{}` is an index into the tensor's first dimension, such as an expert's number; a name that ends in a dot
     gets no suffix. `interleaved`: converters permute the rows of queries and keys; `apart`: in the other direction, and
-    those alone that rotate.
+    those alone that rotate. The names of transformers' weights of a layer begin with `layers`, and its configuration
+    computes itself what is `left_out`.
     """
 
     model_type: str
@@ -59,6 +60,8 @@ class Architecture:
     apart: bool = False
     norm_offset: int = 0  # what converters add to the weights of norms
     epsilon: str = "rms_norm_eps"
+    layers: str = "model.layers"
+    left_out: tuple[str, ...] = ()
     has_factors: bool = True  # whether the factors of rotations are to be applied, if there are any
     extra: Extra = lambda keys: {}
     constants: Constants = lambda keys: {}

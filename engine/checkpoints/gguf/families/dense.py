@@ -52,7 +52,7 @@ def _partial(keys: Keys) -> dict[str, Any]:
 def _ministral(keys: Keys) -> Architecture:
     """Ministral 3's attention grows sharper with the text, or has YaRN's own factor at least."""
     names = ("attention.temperature_scale", "rope.scaling.yarn_log_multiplier")
-    return _MISTRAL3 if all(keys.find(name) is None for name in names) else _MINISTRAL
+    return _PLAIN_IN_PAIRS if all(keys.find(name) is None for name in names) else _MINISTRAL
 
 
 def _with_temperature(keys: Keys) -> dict[str, Any]:
@@ -68,6 +68,10 @@ def _with_temperature(keys: Keys) -> dict[str, Any]:
 def _glm4(keys: Keys) -> Architecture:
     """GLM-4.1V's, 4.6V's and GLM-OCR's converter has another order of queries and keys."""
     return _GLM_SEEING if keys.sections else _GLM
+
+
+def _nemotron(keys: Keys) -> dict[str, Any]:
+    return {"rope_parameters": partial_rope(keys)} | _mlp_bias(keys)
 
 
 def _olmo(keys: Keys) -> Architecture:
@@ -113,8 +117,10 @@ def _activations(keys: Keys) -> dict[str, Any]:
     return found
 
 
-_MISTRAL3 = Architecture("llama", "LlamaForCausalLM", interleaved=True)
+_PLAIN = Architecture("llama", "LlamaForCausalLM")
+_PLAIN_IN_PAIRS = replace(_PLAIN, interleaved=True)
 _MINISTRAL = Architecture("ministral3", "Ministral3ForCausalLM", interleaved=True, extra=_with_temperature)
+_GLM_4_9B = Architecture("glm", "GlmForCausalLM", {"ffn_up": "mlp.gate_up_proj"}, extra=_partial)
 _GLM = Architecture("glm4", "Glm4ForCausalLM", _GLM4, extra=_partial)
 _GLM_SEEING = replace(_GLM, apart=True)
 _OLMO2 = Architecture("olmo2", "Olmo2ForCausalLM", AROUND)
@@ -133,6 +139,18 @@ DENSE: dict[str, Architecture | Callable[[Keys], Architecture]] = {
         extra=lambda keys: {"sliding_window": keys.find("attention.sliding_window") or None},
     ),
     "glm4": _glm4,
+    "chatglm": _GLM_4_9B,
+    "olmo": Architecture(
+        "olmo",
+        "OlmoForCausalLM",
+        interleaved=True,
+        epsilon="layer_norm_eps",
+        extra=lambda keys: {"clip_qkv": keys.find("attention.clamp_kqv")},
+    ),
+    "nemotron": Architecture("nemotron", "NemotronForCausalLM", norm_offset=1, epsilon="norm_eps", extra=_nemotron),
+    "jais2": Architecture("jais2", "Jais2ForCausalLM", epsilon="layer_norm_eps", extra=_mlp_bias),
+    "exaone": _PLAIN,
+    "internlm2": _PLAIN_IN_PAIRS,
     "olmo2": _olmo,
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", interleaved=True),
     "starcoder2": Architecture(

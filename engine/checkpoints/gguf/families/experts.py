@@ -1,7 +1,8 @@
 """Mixtures of experts in GGUF: what config.json would say of them, and their tensors' names. Needs no torch.
 
-Of gpt-oss transformers has all experts of a layer as one tensor, inputs by outputs, with gates and ups in turns; the
-file has outputs by inputs, and gates and ups apart. Source: llama.cpp's `conversion/gpt_oss.py`.
+Of gpt-oss and Llama 4 transformers has all experts of a layer as one tensor, inputs by outputs, with gates and ups in
+turns or one behind the other; the file has outputs by inputs, and gates and ups apart. Source: llama.cpp's
+`conversion/gpt_oss.py` and `conversion/llama.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 from .....schemas.errors import ModelLoadError
 from ..file import Gguf, GgufTensor, GgufWeight
 from ..keys import Keys
+from .architecture import Form
 
 EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
@@ -30,7 +32,7 @@ WITH_SHARED = EXPERTS | {  # of models whose shared experts have no gate of thei
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
-_GATE, _UP = "ffn_gate_exps", "ffn_up_exps"
+_GATE, _UP, _DOWN = "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"
 
 
 def experts_config(keys: Keys) -> dict[str, Any]:
@@ -92,27 +94,27 @@ def sparse_layers(keys: Keys) -> list[str]:
     return ["dense" if layer < dense else "sparse" for layer in range(keys.num_layers)]
 
 
-def _gates_and_ups(tensor: GgufTensor, keys: Keys) -> Iterator[tuple[str, GgufWeight]]:
-    yield from _whole(tensor, keys, _UP if f".{_UP}." in tensor.name else _GATE, "mlp.experts.gate_up_proj")
+def _whole(module: str, in_turns: bool) -> dict[str, Form]:
+    """Tensors of all experts of a layer, which transformers calls `module`."""
+
+    def form(tensor: GgufTensor, keys: Keys) -> Iterator[tuple[str, GgufWeight]]:
+        stem = next(stem for stem in (_GATE, _UP, _DOWN) if f".{stem}." in tensor.name)
+        if (experts := whole_experts(keys.gguf, tensor, stem, in_turns=in_turns)) is not None:
+            name = "down_proj" if stem == _DOWN else "gate_up_proj"
+            yield f"{module}.{name}{'_bias' if tensor.name.endswith('.bias') else ''}", experts
+
+    return dict.fromkeys((_GATE, _UP, _DOWN), form)
 
 
-def _downs(tensor: GgufTensor, keys: Keys) -> Iterator[tuple[str, GgufWeight]]:
-    yield from _whole(tensor, keys, "ffn_down_exps", "mlp.experts.down_proj")
+GPT_OSS_EXPERTS = _whole("mlp.experts", in_turns=True)
+LLAMA4_EXPERTS = _whole("feed_forward.experts", in_turns=False)
 
 
-def _whole(tensor: GgufTensor, keys: Keys, stem: str, name: str) -> Iterator[tuple[str, GgufWeight]]:
-    if (experts := whole_experts(keys.gguf, tensor, stem)) is not None:
-        yield f"{name}{'_bias' if tensor.name.endswith('.bias') else ''}", experts
-
-
-WHOLE_EXPERTS = {_GATE: _gates_and_ups, _UP: _gates_and_ups, "ffn_down_exps": _downs}
-"""gpt-oss's."""
-
-
-def whole_experts(gguf: Gguf, tensor: GgufTensor, stem: str) -> GgufWeight | None:
+def whole_experts(gguf: Gguf, tensor: GgufTensor, stem: str, *, in_turns: bool = True) -> GgufWeight | None:
     """All experts of a layer, or their biases; None for the ups, which belong to the gates.
 
-    Raises `ModelLoadError` for one without the other, and for a tensor of another rank.
+    `in_turns`: a gate, an up, and again; otherwise all gates come first. Raises `ModelLoadError` for one without the
+    other, and for a tensor of another rank.
     """
     is_bias = tensor.name.endswith(".bias")
     if len(tensor.shape) != (2 if is_bias else 3):
@@ -135,4 +137,4 @@ def whole_experts(gguf: Gguf, tensor: GgufTensor, stem: str) -> GgufWeight | Non
         more = (other,)
     outputs = tensor.shape[1] * (1 + len(more))
     shape = (tensor.shape[0], *tensor.shape[2:], outputs)
-    return GgufWeight(tensor, shape, more=more, is_transposed=not is_bias, in_turns=bool(more))
+    return GgufWeight(tensor, shape, more=more, is_transposed=not is_bias, in_turns=in_turns and bool(more))

@@ -6,6 +6,7 @@ transformers has the gate and the up of shared experts as one product. Source: l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from .....schemas.errors import ModelLoadError
@@ -41,6 +42,16 @@ def _multipliers(keys: Keys) -> dict[str, Any]:
         "residual_multiplier": keys.find("residual_scale", 1.0),
         "logits_scaling": keys.find("logit_scale", 1.0),
         "mlp_bias": keys.has("ffn_gate.bias"),
+    }
+
+
+def _minicpm(keys: Keys) -> dict[str, Any]:
+    """Older files do not say by what MiniCPM 1 and 2 multiply."""
+    width, layers = keys.need("embedding_length"), keys.num_layers
+    return _multipliers(keys) | {
+        "embedding_multiplier": keys.find("embedding_scale", 12.0),
+        "residual_multiplier": keys.find("residual_scale", 1.4 / layers**0.5),
+        "logits_scaling": keys.find("logit_scale", width / 256),
     }
 
 
@@ -83,4 +94,8 @@ def _sparse(keys: Keys) -> Architecture:
     return _WITH_SHARED if keys.has("ffn_gate_shexp.weight") else _WITH_EXPERTS
 
 
-GRANITES: dict[str, Architecture | Callable[[Keys], Architecture]] = {"granite": _DENSE, "granitemoe": _sparse}
+GRANITES: dict[str, Architecture | Callable[[Keys], Architecture]] = {
+    "granite": _DENSE,
+    "granitemoe": _sparse,
+    "minicpm": replace(_DENSE, extra=_minicpm),  # which transformers does not have; it computes as Granite does
+}

@@ -71,23 +71,23 @@ def _layer_types(keys: Keys, name: str, kinds: tuple[str, str]) -> list[str]:
     return [kinds[keys.layer(layer, name) is None] for layer in range(keys.num_layers)]
 
 
-def _convolution(tensor: GgufTensor, name: str) -> tuple[str, GgufWeight]:
+def convolution(tensor: GgufTensor, name: str) -> tuple[str, GgufWeight]:
     suffix = ".bias" if tensor.name.endswith(".bias") else ".weight"
     shape = (tensor.shape[0], 1, tensor.shape[-1]) if suffix == ".weight" else tensor.shape
     return f"{name}{suffix}", GgufWeight(tensor, shape)
 
 
 def _short_convolution(tensor: GgufTensor, keys: Keys) -> Iterator[tuple[str, GgufWeight]]:
-    yield _convolution(tensor, "conv.conv")
+    yield convolution(tensor, "conv.conv")
 
 
-def _mamba(module: str) -> dict[str, Form]:
+def mamba2_forms(module: str) -> dict[str, Form]:
     """The tensors of Mamba-2 layers, which transformers calls `module`."""
 
     def form(tensor: GgufTensor, keys: Keys) -> Iterator[tuple[str, GgufWeight]]:
         stem, _, suffix = tensor.name.split(".", 2)[2].partition(".")
         if stem == "ssm_conv1d":
-            yield _convolution(tensor, f"{module}.conv1d")
+            yield convolution(tensor, f"{module}.conv1d")
         elif stem in ("ssm_in", "ssm_out"):
             yield f"{module}.{stem.removeprefix('ssm_')}_proj.{suffix}", GgufWeight(tensor, tensor.shape)
         else:
@@ -98,7 +98,7 @@ def _mamba(module: str) -> dict[str, Form]:
     return dict.fromkeys(_MAMBA, form)
 
 
-def _states(keys: Keys) -> tuple[int, int]:
+def heads_of_states(keys: Keys) -> tuple[int, int]:
     """The heads of a Mamba-2 layer, and the numbers of each. Raises `ModelLoadError`."""
     heads, inner = keys.need("ssm.time_step_rank"), keys.need("ssm.inner_size")
     if not heads or inner % heads:
@@ -109,7 +109,7 @@ def _states(keys: Keys) -> tuple[int, int]:
 
 
 def _mamba_config(keys: Keys) -> dict[str, Any]:
-    heads, size = _states(keys)
+    heads, size = heads_of_states(keys)
     return {
         "mamba_n_heads": heads,
         "mamba_d_head": size,
@@ -151,7 +151,7 @@ def _falcon(keys: Keys) -> dict[str, Any]:
 
 
 def _nemotron(keys: Keys) -> dict[str, Any]:
-    heads, size = _states(keys)
+    heads, size = heads_of_states(keys)
     kinds = [_kind(keys, layer) for layer in range(keys.num_layers)]
     shared = keys.first("ffn_up_shexp.weight")
     dense = keys.first("ffn_up.weight")
@@ -206,7 +206,7 @@ _NEMOTRON_H = Architecture(
     "nemotron_h",
     "NemotronHForCausalLM",
     _NEMOTRON,
-    _mamba("mixer"),
+    mamba2_forms("mixer"),
     interleaved=True,
     epsilon="layer_norm_epsilon",
     extra=_nemotron,
@@ -227,11 +227,11 @@ HYBRIDS = {
         "granitemoehybrid",
         "GraniteMoeHybridForCausalLM",
         GRANITE_NAMES,
-        GRANITE_FORMS | _mamba("mamba"),
+        GRANITE_FORMS | mamba2_forms("mamba"),
         interleaved=True,
         extra=_granite,
     ),
-    "falcon-h1": Architecture("falcon_h1", "FalconH1ForCausalLM", _FALCON, _mamba("mamba"), extra=_falcon),
+    "falcon-h1": Architecture("falcon_h1", "FalconH1ForCausalLM", _FALCON, mamba2_forms("mamba"), extra=_falcon),
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_moe": _NEMOTRON_H,
 }

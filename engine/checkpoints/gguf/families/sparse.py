@@ -9,17 +9,19 @@ from collections.abc import Callable
 from typing import Any
 
 from .....schemas.errors import ModelLoadError
-from ..keys import Keys
+from ..keys import HEADS, Keys
 from .architecture import Architecture, layer_types, local_rope, partial_rope, rope_of, windows
 from .experts import (
     EXPERTS,
-    WHOLE_EXPERTS,
+    GPT_OSS_EXPERTS,
+    LLAMA4_EXPERTS,
     WITH_SHARED,
     dense_layers,
     experts_config,
     local_experts_config,
     routed_config,
     shared_experts_config,
+    shared_size,
     sparse_layers,
 )
 from .latent import V2, V3, is_sigmoid
@@ -34,6 +36,30 @@ _GPT_OSS = {
     "attn_sinks": "self_attn.sinks.",
     "post_attention_norm": "post_attention_layernorm",
     "ffn_gate_inp": "mlp.router",
+}
+_LLAMA4 = {
+    "ffn_gate": "feed_forward.gate_proj",
+    "ffn_up": "feed_forward.up_proj",
+    "ffn_down": "feed_forward.down_proj",
+    "ffn_gate_inp": "feed_forward.router",
+    "ffn_gate_shexp": "feed_forward.shared_expert.gate_proj",
+    "ffn_up_shexp": "feed_forward.shared_expert.up_proj",
+    "ffn_down_shexp": "feed_forward.shared_expert.down_proj",
+}
+_MAVERICK = 128  # experts, of the one whose queries and keys have no norms
+_PHI_MOE = {
+    "ffn_gate_inp": "mlp.router",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+_HUNYUAN = EXPERTS | {
+    "ffn_gate_inp": "mlp.gate.wg",
+    "ffn_gate_shexp": "mlp.shared_mlp.gate_proj",
+    "ffn_up_shexp": "mlp.shared_mlp.up_proj",
+    "ffn_down_shexp": "mlp.shared_mlp.down_proj",
+    "attn_q_norm": "self_attn.query_layernorm",
+    "attn_k_norm": "self_attn.key_layernorm",
 }
 _ERNIE = WITH_SHARED | {"exp_probs_b": "mlp.gate.moe_statics.e_score_correction_bias."}
 _AFMOE = WITH_SHARED | {
@@ -59,6 +85,81 @@ def _gpt_oss(keys: Keys) -> dict[str, Any]:
         "sliding_window": keys.need("attention.sliding_window"),
         "layer_types": layer_types(keys, 2),
         "rope_parameters": rope,
+    }
+
+
+def _llama4(keys: Keys) -> dict[str, Any]:
+    found = local_experts_config(keys) | {
+        "intermediate_size": keys.need("expert_feed_forward_length"),
+        "intermediate_size_mlp": keys.need("feed_forward_length"),
+        "interleave_moe_layer_step": keys.need("interleave_moe_layer_step"),
+        "use_qk_norm": keys.need("expert_count") != _MAVERICK,
+    }
+    if keys.find("attention.sliding_window") != 0:
+        return found
+    layers = keys.num_layers  # of which all attend to all
+    everywhere = {"no_rope_layers": [1] * layers, "layer_types": ["full_attention"] * layers}
+    return found | everywhere | {"attn_temperature_tuning": False}
+
+
+def _phi_moe(keys: Keys) -> dict[str, Any]:
+    return local_experts_config(keys) | {
+        "sliding_window": keys.find("attention.sliding_window") or None,
+        "lm_head_bias": "output.bias" in keys.gguf.tensors,
+    }
+
+
+def _laguna(keys: Keys) -> dict[str, Any]:
+    """Layers with a window, all but the first of each four, may have other numbers of heads, and rotate in another way;
+    gates are by head or number."""
+    heads, local = keys.by_layer(HEADS), local_rope(keys)
+    gate = keys.layer(0, "attn_gate.weight")
+    rotated = keys.find("rope.dimension_count_swa", keys.head_dim)
+    found, window = experts_config(keys), keys.find("attention.sliding_window")
+    pattern, layers = keys.find("attention.sliding_window_pattern", 4), range(keys.num_layers)
+    slides = pattern if isinstance(pattern, list) else [bool(layer % pattern) for layer in layers]
+    kinds = ["sliding_attention" if window and slides[layer] else "full_attention" for layer in layers]
+    return (
+        found
+        | ({"sliding_window": window} if window else {})
+        | {
+            "layer_types": kinds,
+            "num_attention_heads": heads[0],
+            "num_attention_heads_per_layer": heads,
+            "mlp_layer_types": sparse_layers(keys),
+            "shared_expert_intermediate_size": shared_size(keys),
+            "moe_routed_scaling_factor": keys.find("expert_weights_scale", 1.0),
+            "gating": True if gate is None or gate.shape[0] == heads[0] else "per-element",
+            "rope_parameters": {
+                "full_attention": partial_rope(keys),
+                "sliding_attention": local | {"partial_rotary_factor": rotated / keys.head_dim},
+            },
+        }
+    )
+
+
+def _cohere2(keys: Keys) -> dict[str, Any]:
+    """Shared experts and chosen ones are averaged; layers before the first with experts may have their own width."""
+    return (
+        experts_config(keys)
+        | windows(keys, 4)
+        | {
+            "logit_scale": keys.need("logit_scale"),
+            "intermediate_size": keys.need("expert_feed_forward_length"),
+            "prefix_dense_intermediate_size": keys.need("feed_forward_length"),
+            "mlp_layer_types": sparse_layers(keys),
+            "num_shared_experts": keys.find("expert_shared_count", 0),
+            "norm_topk_prob": keys.find("expert_weights_norm", False),
+            "expert_selection_fn": "softmax" if keys.find("expert_gating_func") == 1 else "sigmoid",
+        }
+    )
+
+
+def _hunyuan_moe(keys: Keys) -> dict[str, Any]:
+    return {
+        "num_experts": keys.need("expert_count"),
+        "moe_topk": keys.need("expert_used_count"),
+        "intermediate_size": keys.need("expert_feed_forward_length"),
     }
 
 
@@ -157,7 +258,16 @@ SPARSE: dict[str, Architecture | Callable[[Keys], Architecture]] = {
     "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", EXPERTS, extra=shared_experts_config),
     "qwen3moe": _QWEN3,
     "qwen3vlmoe": _QWEN3,
-    "gpt-oss": Architecture("gpt_oss", "GptOssForCausalLM", _GPT_OSS, WHOLE_EXPERTS, extra=_gpt_oss),
+    "gpt-oss": Architecture("gpt_oss", "GptOssForCausalLM", _GPT_OSS, GPT_OSS_EXPERTS, extra=_gpt_oss),
+    "llama4": Architecture("llama4_text", "Llama4ForCausalLM", _LLAMA4, LLAMA4_EXPERTS, extra=_llama4),
+    "phimoe": Architecture("phimoe", "PhimoeForCausalLM", _PHI_MOE, extra=_phi_moe),
+    "hunyuan-moe": Architecture("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", _HUNYUAN, extra=_hunyuan_moe),
+    "laguna": Architecture(
+        "laguna", "LagunaForCausalLM", WITH_SHARED | {"attn_gate": "self_attn.g_proj"}, extra=_laguna
+    ),
+    "cohere2moe": Architecture(
+        "cohere2_moe", "Cohere2MoeForCausalLM", WITH_SHARED, epsilon="layer_norm_eps", extra=_cohere2
+    ),
     "deepseek2": _deepseek,
     "glm4moe": Architecture(
         "glm4_moe",

@@ -12,6 +12,9 @@ from .delta_nets import DELTA_NETS
 from .dense import DENSE
 from .gemma import GEMMAS
 from .granite import GRANITES
+from .latent import LATENTS
+from .mamba import MAMBAS
+from .older import OLDER
 from .recurrent import HYBRIDS
 from .sparse import SPARSE
 
@@ -35,4 +38,7 @@ ARCHITECTURES: dict[str, Architecture | Callable[[Keys], Architecture]] = {
     **GEMMAS,
     **GRANITES,
     **HYBRIDS,
+    **LATENTS,
+    **MAMBAS,
+    **OLDER,
 }

@@ -1,4 +1,4 @@
-"""The projectors of Qwen 2, 2.5 and 3 VL and of Qwen 3.5. Needs no torch."""
+"""The projectors of Qwen 2, 2.5 and 3 VL, of Qwen 3.5, of Qwen 2.5 Omni and of EXAONE 4.5. Needs no torch."""
 
 from __future__ import annotations
 
@@ -31,6 +31,18 @@ def _qwen2_5(vision: Vision) -> dict[str, Any]:
     own = {
         "hidden_act": vision.activation("gelu", "silu"),
         "window_size": _WINDOW,
+        "fullatt_block_indexes": list(range(every - 1, layers, every)),
+    }
+    return {"vision_config": _tower(vision) | own}
+
+
+def _exaone(vision: Vision) -> dict[str, Any]:
+    layers = vision.need("block_count")
+    every = vision.find("n_wa_pattern", 1)
+    own = {
+        "hidden_act": vision.activation("gelu", "silu"),
+        "num_key_value_heads": vision.need("attention.head_count_kv"),
+        "window_size": vision.find("window_size", _WINDOW),
         "fullatt_block_indexes": list(range(every - 1, layers, every)),
     }
     return {"vision_config": _tower(vision) | own}
@@ -80,6 +92,11 @@ def _qwen3_processor(vision: Vision) -> dict[str, Any]:
     return _qwen_processor(vision) | {"min_pixels": _PIXELS_OF_3[0], "max_pixels": _PIXELS_OF_3[1]}
 
 
+def _exaone_processor(vision: Vision) -> dict[str, Any]:
+    pixels = {f"{name}_pixels": vision.need(f"image_{name}_pixels") for name in ("min", "max")}
+    return _qwen_processor(vision) | pixels
+
+
 def _qwen_processor(vision: Vision) -> dict[str, Any]:
     return vision.colours | {
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -105,7 +122,21 @@ _QWEN_NAMES = {
 _QWEN_LAYER = {"ln1.weight": "norm1.weight", "ln2.weight": "norm2.weight"} | both(
     dict.fromkeys(("attn_q", "attn_k", "attn_v"), "attn.qkv") | {"attn_out": "attn.proj"}
 )
+_GATED = {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
 _QWEN_TEXT = "model.language_model"
+_QWEN2_5 = Projector(
+    "qwen2_5_vl",
+    "Qwen2_5_VLForConditionalGeneration",
+    {"qwen2vl": "qwen2_5_vl_text"},
+    _QWEN_TEXT,
+    "<|image_pad|>",
+    _QWEN_NAMES,
+    "model.visual.blocks",
+    _QWEN_LAYER | both(_GATED),
+    "mm.2.weight",
+    _qwen2_5,
+    _qwen_processor,
+)
 QWEN: dict[str, Projector] = {
     "qwen2vl_merger": Projector(
         "qwen2_vl",
@@ -120,18 +151,21 @@ QWEN: dict[str, Projector] = {
         _qwen2,
         _qwen_processor,
     ),
-    "qwen2.5vl_merger": Projector(
-        "qwen2_5_vl",
-        "Qwen2_5_VLForConditionalGeneration",
-        {"qwen2vl": "qwen2_5_vl_text"},
+    "qwen2.5vl_merger": _QWEN2_5,
+    "qwen2.5o": _QWEN2_5._replace(mark="<|IMAGE|>", ignored_parts=("a.", "mm.a.")),  # what hears
+    "exaone4_5": Projector(
+        "exaone4_5",
+        "Exaone4_5_ForConditionalGeneration",
+        {"exaone4": "exaone4"},
         _QWEN_TEXT,
         "<|image_pad|>",
         _QWEN_NAMES,
         "model.visual.blocks",
-        _QWEN_LAYER | both({"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}),
+        {"ln1.weight": "norm1.weight", "ln2.weight": "norm2.weight"}
+        | both({"attn_qkv": "attn.qkv", "attn_out": "attn.proj"} | _GATED),
         "mm.2.weight",
-        _qwen2_5,
-        _qwen_processor,
+        _exaone,
+        _exaone_processor,
     ),
     "qwen3vl_merger": Projector(
         "qwen3_vl",

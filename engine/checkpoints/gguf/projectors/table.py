@@ -16,6 +16,7 @@ from .glm import GLM4V, GLM_OCR
 from .hunyuan import HUNYUAN
 from .janus import JANUS
 from .lfm import LFM2
+from .llama4 import LLAMA4
 from .minicpm import MINICPM
 from .paddle import PADDLE
 from .qwen import QWEN
@@ -260,6 +261,7 @@ PROJECTORS: dict[str, Projector] = {
     "gemma4uv": GEMMA4_UNIFIED,
     **QWEN,
     "lfm2": LFM2,
+    "llama4": LLAMA4,
     "paddleocr": PADDLE,
     "janus_pro": JANUS,
     "hunyuanvl": HUNYUAN,

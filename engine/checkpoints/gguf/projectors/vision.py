@@ -82,7 +82,8 @@ class Vision:
 class Projector(NamedTuple):
     """One kind. `texts` are the architectures of language models that it goes with in GGUF, and transformers' names for
     them there, empty where it is the one that they have alone; `language_model` is where these lie in transformers'
-    model of `model_type`, and `layers` those of the tower, if it has any.
+    model of `model_type`, `head` what the name of their output begins with there, and `layers` those of the tower, if
+    it has any.
 
     `names` and `layer` map tensors to transformers' weights; several that map to the same one are parts of it.
     `optional` ones may be missing, `ignored` ones need not be read, of `permuted` ones the rows of each head are
@@ -123,6 +124,7 @@ class Projector(NamedTuple):
     tokens: Names = MappingProxyType({})
     models: Mapping[str, tuple[str, str]] = MappingProxyType({})
     leading: Mapping[str, int] = MappingProxyType({})
+    head: str = ""
 
 
 def short(value: float) -> float:

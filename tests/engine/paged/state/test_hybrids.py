@@ -361,7 +361,29 @@ def test_states_of_another_kind_are_refused_by_name(
     model.save_pretrained(tmp_path)
     for file in model_directory("llama").glob("token*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(ModelLoadError, match=rf"does not know \(.*{what}.*\); choose another model, or a GGUF file"):
+    with pytest.raises(
+        ModelLoadError, match=rf"does not know \(.*{what}.*\); choose another model, or try --backend vl"
+    ):
+        load_backend(config(tmp_path))
+    with pytest.raises(
+        ModelLoadError, match="keeps a recurrent state; the backend 'hf' needs a model with a key-value"
+    ):
+        load_backend(config(tmp_path, backend="hf"))
+
+
+def test_another_backend_is_named_for_attention_of_another_kind(model_directory: Directory, tmp_path: Path) -> None:
+    import transformers
+
+    library: Any = transformers
+    sizes: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "d_rel": 16, "n_routed_experts": 4}
+    sizes |= {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "num_experts_per_tok": 2}
+    sizes |= {"moe_intermediate_size": 32}
+    model = library.AutoModelForCausalLM.from_config(library.AutoConfig.for_model("inkling_text", **sizes))
+    model.save_pretrained(tmp_path)
+    for file in model_directory("llama").glob("token*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(ModelLoadError, match=r"does not know \(.*Inkling.*\); use --backend hf"):
         load_backend(config(tmp_path))
 
 

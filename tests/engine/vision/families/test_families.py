@@ -324,6 +324,10 @@ def test_other_models_take_text_alone(tmp_path: Path) -> None:
     assert read_model_info(tmp_path, "m").sees
     assert load_sight(str(tmp_path), "paged").processor is not None
     assert load_sight(str(tmp_path), "hf").processor is None
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    message = ChatMessage.model_validate({"role": "user", "content": [image]})
+    with pytest.raises(InvalidRequest, match=r"^m takes text alone with the backend 'hf', and sees with 'paged'; "):
+        load_sight(str(tmp_path), "hf").look([message], "m", {})
 
 
 SEEN_BY_OTHERS = sorted({*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES} - {*FAMILIES})
