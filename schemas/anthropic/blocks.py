@@ -127,7 +127,7 @@ class DocumentBlock(Marked):
 
     @property
     def cites(self) -> bool:
-        return self.citations is not None and self.citations.enabled
+        return bool(self.citations and self.citations.enabled)
 
     @property
     def pieces(self) -> list[dict[str, Any]]:
@@ -152,7 +152,7 @@ class SearchResultBlock(Marked):
 
     @property
     def cites(self) -> bool:
-        return self.citations is not None and self.citations.enabled
+        return bool(self.citations and self.citations.enabled)
 
     @property
     def text(self) -> str:
