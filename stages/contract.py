@@ -27,7 +27,6 @@ from ..schemas.events import FINAL, Accepted, Cancelled, Event, Queued, Token, U
 from ..schemas.jobs import Job, Priority, ValidatedJob
 from ..schemas.loops import Step, TurnId
 from ..schemas.wire import codec
-from ..schemas.wire.codec import DecodeError
 from ..streams.lanes import check_fits
 from ..streams.outages import through_outages
 from ..streams.port import (
@@ -47,12 +46,12 @@ from ..streams.stores.registry import Registry
 from ..streams.topology import Subjects, partition, stage_stream
 from .cancellations import Cancellations
 from .failures import is_cancelled
+from .job_changes import body_marks, check_changes
 from .outcomes import count_outcome
 from .trail import Trail
 from .transcript import Transcript
 from .visits import headers_until
 
-_IDENTITY = ("id", "tenant", "bridge", "priority", "endpoint", "created")
 SETTLED = 5.0  # seconds after which a start is over, and what only some requests need is loaded ahead of them
 LEAST_TRAILS = 30_000  # that are kept; one that is forgotten and needed again is read
 
@@ -299,6 +298,7 @@ class JobStage(Stage):
 
     async def _processed(self, job: ValidatedJob) -> ValidatedJob:
         """What `process` makes of a job. Raises `StageFailed` for what no other stage could take for that job."""
+        marks = body_marks(job.body)
         try:
             made: object = self.process(job)
             if not inspect.isawaitable(made):
@@ -310,22 +310,7 @@ class JobStage(Stage):
             if is_cancelled(error):
                 raise
             raise StageFailed(f"process raised {type(error).__name__}").with_traceback(error.__traceback__) from None
-        if found is job:
-            return job
-        if not isinstance(found, ValidatedJob):
-            raise StageFailed(f"process returned a {type(found).__name__}, not a ValidatedJob")
-        if changed := [name for name in _IDENTITY if getattr(found, name) != getattr(job, name)]:
-            raise StageFailed(f"process changed {', '.join(changed)}, by which the request is known")
-        if unknown := [
-            name for model in (found, found.params) for name in model.model_fields_set - {*type(model).model_fields}
-        ]:
-            raise StageFailed(f"process set {', '.join(unknown)}, which a job does not have")
-        try:
-            codec.decode_model(ValidatedJob, codec.encode(found), codec.VALIDATED_JOB)
-        except (DecodeError, TypeError, ValueError) as error:
-            why = str(error) if isinstance(error, DecodeError) else type(error).__name__
-            raise StageFailed(f"process returned a job that is not valid: {why}") from None
-        return found
+        return await check_changes(job, marks, found, self.pipe.registry)
 
     async def is_over(self, job: ValidatedJob) -> bool:
         """True if the client cancelled. Raises `DeadlineExceeded` past the deadline."""

@@ -12,11 +12,11 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import structlog
 
-from ..schemas.errors import GenerationFailed, Refusal
+from ..schemas.errors import GenerationFailed, Refusal, StageFailed
 from ..schemas.events import (
     Cancelled,
     Done,
@@ -26,12 +26,15 @@ from ..schemas.events import (
     FinishReason,
     Started,
     Token,
+    ToolCallDelta,
     Usage,
 )
 from . import endings
 from .failures import is_cancelled
 
 log = structlog.get_logger(__name__)
+
+_REASONS = frozenset(get_args(FinishReason))
 
 
 class Filter(ABC):
@@ -118,11 +121,11 @@ class _Choice:
 
     async def pass_on(self, token: Token) -> Token:
         """What the client sees of the next piece. Raises what a filter refuses with; its bugs are refusals too."""
-        said = token
+        said = replace(token)  # which a filter may change in its place
         for link in self._chain:
             try:
                 async with asyncio.timeout(self._limit) as timer:
-                    found = await link.process(said)
+                    found = _checked(await link.process(said))
                 said = replace(
                     said,
                     text=found.text,
@@ -138,9 +141,8 @@ class _Choice:
                 if timer.expired():
                     log.error("a filter does not return", filter=link.name, request=token.request)
                     raise GenerationFailed(f"The filter {link.name} did not return for {self._limit:g} s.") from error
-                log.error(
-                    "a filter failed", filter=link.name, reason=type(error).__name__, where=endings.location(error)
-                )
+                reason = str(error) if isinstance(error, StageFailed) else type(error).__name__
+                log.error("a filter failed", filter=link.name, reason=reason, where=endings.location(error))
                 raise GenerationFailed(f"The filter {link.name} failed.") from error
         said_as_is = (said.text, said.reasoning, said.tool_calls) == (token.text, token.reasoning, token.tool_calls)
         self._is_changed = self._is_changed or not said_as_is
@@ -151,3 +153,24 @@ class _Choice:
         self.tokens += len(token.token_ids)
         self.reasoning_tokens += token.num_thought_tokens
         return said
+
+
+def _checked(found: object) -> Token:
+    """What a filter has returned. Raises `StageFailed` for what no client could be told."""
+    if not isinstance(found, Token):
+        raise StageFailed(f"process returned a {type(found).__name__}, not a Token")
+    calls = found.tool_calls
+    if not isinstance(calls, tuple) or not all(isinstance(call, ToolCallDelta) for call in calls):
+        raise StageFailed("process returned a token whose tool_calls are no tuple of ToolCallDelta")
+    texts = [("text", found.text), ("reasoning", found.reasoning)]
+    texts += [("tool_calls", each) for call in calls for each in (call.arguments, call.id or "", call.name or "")]
+    for name, text in texts:
+        if not isinstance(text, str):
+            raise StageFailed(f"process returned a token whose {name} is a {type(text).__name__}, not a str")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise StageFailed(f"process returned a token whose {name} has half of a surrogate pair") from None
+    if found.finish_reason is not None and found.finish_reason not in _REASONS:
+        raise StageFailed('process returned a token whose finish_reason is unknown: use "stop" or "content_filter"')
+    return found

@@ -71,6 +71,18 @@ async def open_lanes(broker: Broker, settings: Settings, model: str, revision: i
     await state.create(PREFIX + key, ModelLanes(model=model, revision=revision).model_dump_json().encode())
 
 
+async def reopen_lanes(broker: Broker, settings: Settings, model: str, revision: int) -> None:
+    """Create the lanes of a model that a worker serves where they, or the note of them, have gone, as after a purge of
+    the bucket, or while the worker was suspended. What prevents that is logged."""
+    if not await are_open(broker, lanes_of(model, revision)):
+        try:
+            await open_lanes(broker, settings, model, revision)
+        except StartupError as error:
+            log.warning("lanes cannot be opened again", model=model, revision=revision, reason=str(error))
+        else:
+            log.warning("lanes were gone, and are open again", model=model, revision=revision)
+
+
 async def remove_lanes(broker: Broker, lanes: ModelLanes) -> None:
     """Remove the lanes of a model, with what waits there."""
     key = lanes_of(lanes.model, lanes.revision)

@@ -33,6 +33,11 @@ MAX_TURNS = 10
 TRIES = 5  # of a request that a server refuses for overload, or where it cannot be reached
 PAUSE = 1.0  # seconds before the second try, doubled before each further one: a front restarts meanwhile
 LONGEST_PAUSE = 30.0  # seconds, whatever `Retry-After` asks for
+_OF_SESSION = {
+    "messages": "a session makes the messages; pass texts to run().",
+    "tools": "a session makes the list of tools; pass functions or servers.",
+    "n": "a session reads one choice; leave n out.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,8 @@ class ResponsesSession:
         instructions: str | None = None,
         parameters: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raises `InvalidRequest` for fewer turns than one, and for a URL without a model's name.
+        """Raises `InvalidRequest` for fewer turns than one, a URL without a model's name, and parameters that a session
+        sets itself.
 
         Raises `StartupError` where the environment names a proxy for the URL that cannot be used.
         """
@@ -105,6 +111,11 @@ class ResponsesSession:
         self._tools: dict[str, LoopTool] | None = None  # by the names that the model knows; set by `tools`
         self._max_turns = max_turns
         self._parameters = dict(parameters or {})
+        for own, hint in _OF_SESSION.items():
+            value = self._parameters.get(own)
+            if value is not None and (own, value) != ("n", 1):
+                raise InvalidRequest(f"{own} has no effect in parameters: {hint}", param=own)
+        self._is_running = False  # set by run
         self.messages: list[dict[str, Any]] = []
         if instructions:
             self.messages.append({"role": "system", "content": instructions})
@@ -142,8 +153,17 @@ class ResponsesSession:
         """Send `text`, and run the model's tool calls until it makes none; it may make none in the last turn.
 
         Raises `InvalidRequest` and `GenerationFailed` as requests to the model do, and `ToolFailed`. The messages until
-        then stay in `messages`.
+        then stay in `messages`. Raises `RuntimeError` while another run goes on: the two would mix their messages.
         """
+        if self._is_running:
+            raise RuntimeError("a session answers one run at a time; await the other run, or use a session for each")
+        self._is_running = True
+        try:
+            return await self._run(text)
+        finally:
+            self._is_running = False
+
+    async def _run(self, text: str) -> ConversationResult:
         tools = await self.tools()
         self.messages.append({"role": "user", "content": text})
         executed: list[ExecutedCall] = []

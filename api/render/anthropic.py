@@ -20,7 +20,7 @@ Piece = dict[str, Any]
 
 THREAD = "thread_unsupported_request"  # Anthropic's code for a conversation that its server would keep
 
-_UNCITED: Piece = {"citations": None}  # Anthropic's schema requires it, and each field that is null here
+_UNCITED: Piece = {"citations": []}  # Anthropic's schema requires it; Vercel's AI SDK takes no null
 _REASONS: dict[FinishReason, str] = {
     "stop": "end_turn",
     "stop_sequence": "stop_sequence",

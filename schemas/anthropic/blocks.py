@@ -17,7 +17,11 @@ class Marked(OpenBody):
 class TextBlock(Marked):
     type: Literal["text"]
     text: str
-    citations: None = None
+    citations: list[dict[str, Any]] | None = None  # of an earlier answer, by a server that cites
+
+    @property
+    def cites(self) -> bool:
+        return bool(self.citations)
 
 
 def as_blocks(value: object) -> object:
@@ -122,6 +126,10 @@ class DocumentBlock(Marked):
     citations: Citations | None = None
 
     @property
+    def cites(self) -> bool:
+        return bool(self.citations and self.citations.enabled)
+
+    @property
     def pieces(self) -> list[dict[str, Any]]:
         """The document as parts of a chat message."""
         match self.source:
@@ -141,6 +149,10 @@ class SearchResultBlock(Marked):
     title: str
     content: list[TextBlock]
     citations: Citations | None = None
+
+    @property
+    def cites(self) -> bool:
+        return bool(self.citations and self.citations.enabled)
 
     @property
     def text(self) -> str:

@@ -176,8 +176,7 @@ class CountRequest(Body):
         blocks = [block for message in self.messages for block in message.content]
         if any(isinstance(block, RedactedThinkingBlock) for block in blocks):
             yield "messages[].content[redacted_thinking]"
-        cited = [block for block in blocks if isinstance(block, DocumentBlock | SearchResultBlock)]
-        if any(block.citations is not None and block.citations.enabled for block in cited):
+        if any(isinstance(block, TextBlock | DocumentBlock | SearchResultBlock) and block.cites for block in blocks):
             yield "messages[].content[].citations"
         for tool in self.tools or ():
             if isinstance(tool, ServerTool):

@@ -28,7 +28,7 @@ from ...schemas.params import GenerationParams
 from ...schemas.registry import RETURNED, Room, WorkerCard, reserve_of
 from ...schemas.wire import codec
 from ...streams.family import share_metrics, watch_loop
-from ...streams.lanes import open_lanes
+from ...streams.lanes import open_lanes, reopen_lanes
 from ...streams.outages import outage_logged, through_outages
 from ...streams.port import MESSAGE_ID, SCHEMA, Delivery
 from ...streams.topology import CONSUMER_IDLE, EVENTS, INFER
@@ -102,11 +102,13 @@ class Infer(Stage):
             await asyncio.gather(share_metrics(broker, self.pipe.subjects, worker), watch_loop(worker))
 
     async def _heartbeats(self) -> None:
+        model = self._card.model
         while self._engine.healthy:
             if self._leaving:
                 await asyncio.Event().wait()  # what runs is finished; nothing more is asked for
             with outage_logged("heartbeat missed", stage=self.name):
                 await self.pipe.registry.announce_worker(self._card)
+                await reopen_lanes(self.pipe.broker, self.pipe.settings, model.name, model.revision)
             self._has_news.set()
             await asyncio.sleep(self.pipe.settings.heartbeat_interval)
             self._watch()

@@ -17,6 +17,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from memory_pipeline import MODEL, Pipeline, validated
 from raw_events import PATIENCE, Forgetful, check, dispatch, ended, job_named, publish, stored
+from structlog.testing import capture_logs
 
 from penstock.api.http.app import create_app
 from penstock.config.settings import Settings
@@ -399,3 +400,43 @@ async def test_a_filter_that_does_not_return_ends_the_answer_with_an_error() -> 
     assert (failed.error.status, failed.error.message) == (500, "The filter hanging did not return for 0.01 s.")
     (failed,) = await told(Hanging, token(0, "!"))
     assert isinstance(failed, Failed) and failed.error.message == "The filter hanging failed."
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"text": 5}, "whose text is a int, not a str"),
+        ({"reasoning": None}, "whose reasoning is a NoneType, not a str"),
+        ({"text": "\ud800"}, "whose text has half of a surrogate pair"),
+        ({"tool_calls": None}, "whose tool_calls are no tuple of ToolCallDelta"),
+        ({"tool_calls": (ToolCallDelta(0, "\ud800"),)}, "whose tool_calls has half of a surrogate pair"),
+        ({"finish_reason": "banana"}, 'whose finish_reason is unknown: use "stop" or "content_filter"'),
+    ],
+    ids=str,
+)
+async def test_a_filter_that_returns_what_no_client_can_be_told_has_failed(changes: dict[str, Any], fault: str) -> None:
+    class Odd(Filter):
+        name = "odd"
+
+        async def process(self, token: Token) -> Token:
+            return replace(token, **changes)
+
+    with capture_logs() as logs:
+        (failed,) = await told(Odd, token(0, "So"))
+    assert isinstance(failed, Failed)
+    assert (failed.error.status, failed.error.message) == (500, "The filter odd failed.")
+    assert [entry["reason"] for entry in logs] == [f"process returned a token {fault}"]
+
+
+async def test_a_filter_that_changes_the_piece_in_its_place_hides_what_it_was_and_ends_the_answer() -> None:
+    class InPlace(Filter):
+        name = "in-place"
+
+        async def process(self, token: Token) -> Token:
+            token.text = "*" * len(token.text)
+            token.finish_reason = "stop"
+            return token
+
+    said, done = await told(InPlace, token(0, "secret"))
+    assert isinstance(said, Token) and isinstance(done, Done)
+    assert (said.text, said.token_ids, said.logprobs) == ("******", (-1,), None)

@@ -31,6 +31,10 @@ from penstock.streams.stores.registry import Registry
 from penstock.streams.topology import Subjects, batch_stream, lanes_of, topology
 
 BODY = {"model": MODEL, "prompt": "hello"}
+IN_VAIN = (
+    "in the body, which has no effect: change the job's prompts or params; notes for other stages belong in the "
+    "body's metadata"
+)
 PIPELINE = ("validate", "odd", "queue", "batch", "infer", "stream")
 
 
@@ -70,6 +74,14 @@ class Odd(JobStage):
                 return job.model_copy(update={"id": "other", "tenant": "other"})
             case "misspell":
                 return job.model_copy(update={"params": job.params.model_copy(update={"temprature": 1.0})})
+            case "rewrite":
+                return job.model_copy(update={"body": job.body | {"prompt": "else", "temperature": 0.5}})
+            case "rewrite in place":
+                job.body["prompt"] = "else"
+            case "note":
+                return job.model_copy(update={"body": job.body | {"metadata": {"seen": "yes"}}})
+            case "send elsewhere":
+                return job.model_copy(update={"model": "nowhere"})
             case "freeze":
                 return job.model_copy(update={"params": job.params.model_copy(update={"temperature": -1.0})})
         return job
@@ -91,6 +103,7 @@ def dead(pipeline: Pipeline) -> list[Message]:
 
 def test_a_custom_stage_passes_refuses_and_retries(odd: Pipeline) -> None:
     assert isinstance(odd.ask(BODY)[-1], Done)
+    assert isinstance(odd.ask(BODY | {"prompt": "note"})[-1], Done)
     refused = odd.ask(BODY | {"prompt": "refuse"})[-1]
     assert isinstance(refused, Failed)
     assert (refused.error.status, refused.error.message, refused.error.code) == (400, "not today", "policy")
@@ -146,6 +159,9 @@ def test_a_job_that_cannot_be_handled_is_buried_and_its_client_told(
         ("cancel", "process raised CancelledError"),
         ("nothing", "process returned a NoneType, not a ValidatedJob"),
         ("rename", "process changed id, tenant, by which the request is known"),
+        ("rewrite", f"process changed prompt, temperature {IN_VAIN}"),
+        ("rewrite in place", f"process changed prompt {IN_VAIN}"),
+        ("send elsewhere", "process changed model to 'nowhere' in revision 1, which is not served here"),
         ("misspell", "process set temprature, which a job does not have"),
         (
             "freeze",

@@ -176,6 +176,30 @@ async def test_the_last_turn_may_call_nothing() -> None:
         ResponsesSession(model, max_turns=0)
 
 
+@pytest.mark.parametrize("parameters", [{"messages": []}, {"tools": []}, {"n": 2}], ids=str)
+def test_parameters_that_a_session_sets_itself_are_refused(parameters: dict[str, Any]) -> None:
+    (own,) = parameters
+    with pytest.raises(InvalidRequest, match=f"{own} has no effect in parameters: ") as refused:
+        ResponsesSession(Scripted(), parameters=parameters)
+    assert refused.value.param == own
+    ResponsesSession(Scripted(), parameters={own: None, "n": 1})
+
+
+async def test_two_runs_at_a_time_do_not_mix_their_messages() -> None:
+    @tool
+    async def ask_again() -> str:
+        """Run the session in its own run."""
+        with pytest.raises(RuntimeError, match="one run at a time"):
+            await session.run("And?")
+        return "refused"
+
+    model = Scripted(calling(("ask_again", {})), saying("One."), saying("Two."))
+    async with ResponsesSession(model, functions=[ask_again]) as session:
+        assert (await session.run("Go.")).calls[0].result == "refused"
+        assert (await session.run("On.")).text == "Two."
+    assert "And?" not in str(session.messages)
+
+
 async def test_a_tool_that_is_not_allowed_is_neither_offered_nor_run() -> None:
     model = Scripted(calling(("add", {"a": 1, "b": 2}), ("double", {"n": 3})), saying("Well."))
     async with ResponsesSession(model, functions=[double, add], allowed_tools=["double"]) as session:

@@ -427,6 +427,14 @@ def test_what_asks_for_nothing_is_not_named() -> None:
     assert not [*asked.without_effect] and asked.chat_body() == chat()
 
 
+def test_citations_of_an_earlier_answer_are_taken_and_those_that_are_there_named() -> None:
+    for citations, named in ((None, []), ([], []), ([{"type": "page_location"}], ["messages[].content[].citations"])):
+        answer = {"role": "assistant", "content": [{"type": "text", "text": "Blue.", "citations": citations}]}
+        asked = parse_body(MessagesRequest, HELLO | {"messages": [*HELLO["messages"], answer]})
+        assert [*asked.without_effect] == named
+        assert asked.chat_body()["messages"][-1] == {"role": "assistant", "content": "Blue."}
+
+
 @pytest.mark.parametrize("path", [PATH, f"{PATH}/count_tokens"])
 async def test_a_conversation_of_the_servers_is_refused_as_clients_expect(path: str) -> None:
     script = await Script.start()
@@ -612,5 +620,6 @@ def test_every_field_that_anthropics_schema_requires_is_there() -> None:
     for block in (*begun, *whole["content"]):
         assert block.keys() == {"type"} | BLOCKS[block["type"]]
         assert block.get("caller", {"type": "direct"}) == {"type": "direct"}
+        assert block.get("citations", []) == []  # what Vercel's AI SDK takes, besides none at all
     assert pieces[-2]["delta"].keys() == ENDED
     assert pieces[-2]["usage"].keys() == COUNTED
