@@ -117,6 +117,9 @@ class Queue(JobStage):
     async def process(self, job: ValidatedJob) -> ValidatedJob:
         return job
 
+    async def _processed(self, job: ValidatedJob) -> ValidatedJob:
+        return job  # without the comparison that other people's stages need
+
     async def pass_on(self, job: ValidatedJob, route: Sequence[str], delivery: Delivery) -> None:
         gate = self._gate(ModelLanes(model=job.model, revision=job.revision))
         if delivery.attempt == 1:
