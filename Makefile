@@ -29,7 +29,7 @@ test: $(VENV)/test.done
 	mkdir -p $(VENV)/src && ln -sfn ../.. $(VENV)/src/penstock
 	cd $(VENV)/src && ../bin/mypy -n auto --config-file ../../pyproject.toml penstock
 	# One more than there are processors: many tests wait for processes of their own. tests/conftest.py orders the files.
-	$(BIN)/pytest -n $$(($$(nproc) < 3 ? $$(nproc) + 1 : 4)) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/pytest -n $$(($$(nproc) < 3 ? $$(nproc) + 1 : 4)) --dist loadfile $(ARGS)
 
 # In dist/, with the compiled kernels for all processors that the compilers here can build for.
 wheel: $(VENV)/run.done

@@ -20,19 +20,19 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COMMANDS = (
     CommandEntry(
         "serve",
-        "composition:serve",
+        "composition.serve:serve",
         "Run",
         help="Serve a model: broker, pipeline, engine and HTTP bridge in one command.",
     ),
     CommandEntry(
         "worker",
-        "composition:worker",
+        "composition.worker:worker",
         "Run",
         help="Run only the stage infer: an engine that takes batches from the broker.",
     ),
     CommandEntry(
         "stage",
-        "composition:stage",
+        "composition.stage:stage",
         "Run",
         help="Run only the named stages, in one process, with the broker of a deployment.",
     ),
@@ -44,12 +44,14 @@ COMMANDS = (
     ),
     CommandEntry(
         "bridge",
-        "composition:bridge",
+        "composition.bridge:bridge",
         "Run",
         help="Run only the HTTP bridge, with the broker of a deployment.",
     ),
     CommandEntry(
-        "front", "composition:front", help="Run the bridge and the light stages in one process; `serve` starts it."
+        "front",
+        "composition.bridge:front",
+        help="Run the bridge and the light stages in one process; `serve` starts it.",
     ),
     CommandEntry(
         "chat",

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
-from pydantic_settings import BaseSettings, NoDecode
+from pydantic import BaseModel, BeforeValidator, Field
 
 from .models import UrlPrefix, split_commas
 
 
-class ImageSettings(BaseSettings):
+class ImageSettings(BaseModel):
     """A part of `Settings`."""
 
-    image_allowed_urls: Annotated[tuple[UrlPrefix, ...], NoDecode, BeforeValidator(split_commas)] = Field(
+    image_allowed_urls: Annotated[tuple[UrlPrefix, ...], BeforeValidator(split_commas)] = Field(
         (), description="Beginnings of URLs from which requests may have images fetched; none by default."
     )
-    document_allowed_urls: Annotated[tuple[UrlPrefix, ...], NoDecode, BeforeValidator(split_commas)] = Field(
+    document_allowed_urls: Annotated[tuple[UrlPrefix, ...], BeforeValidator(split_commas)] = Field(
         (), description="Beginnings of URLs from which requests may have documents fetched; none by default."
     )
     mmproj: str | None = Field(

@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, get_args
 
-from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, ValidationInfo, field_validator
-from pydantic_settings import BaseSettings, NoDecode
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, Field, ValidationInfo, field_validator
 
 
 def split_commas(value: object) -> object:
@@ -43,7 +42,7 @@ def parse_adapters(modules: tuple[str, ...]) -> dict[str, str]:
     return {name: path for name, _, path in (module.partition("=") for module in modules)}
 
 
-class ModelsSettings(BaseSettings):
+class ModelsSettings(BaseModel):
     """A part of `Settings`."""
 
     models: Path | None = Field(
@@ -54,7 +53,7 @@ class ModelsSettings(BaseSettings):
     model_dir: Path | None = Field(
         None, description="Directory whose folders and GGUF files are models that `serve` offers, under their names."
     )
-    lora_modules: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_pairs)] = Field(
+    lora_modules: Annotated[tuple[str, ...], BeforeValidator(_pairs)] = Field(
         (),
         description="LoRA adapters of the model, NAME=DIRECTORY each: clients ask for them by these names. In TOML a "
         "table, too.",

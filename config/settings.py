@@ -10,8 +10,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ByteSize, Field, field_validator
-from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import BeforeValidator, ByteSize, ConfigDict, Field, field_validator
 
 from ..schemas.jobs import TOKEN_PATTERN, Priority
 from .api_keys import ApiKey
@@ -47,7 +46,7 @@ def job_stages(pipeline: tuple[str, ...]) -> tuple[str, ...]:
 class Settings(TenantSettings, BrokerSettings, PluginSettings, ImageSettings):
     """The effective configuration of one process."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix="PENSTOCK_", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     # Serving
     model: str | None = Field(None, min_length=1, description="Directory, GGUF file or Hugging Face id to serve.")
@@ -79,7 +78,7 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings, ImageSettings):
     strict: bool = Field(
         False, description="Refuse a request with unknown fields (400), instead of naming them in `Penstock-Ignored`."
     )
-    api_keys: Annotated[tuple[str, ...] | None, NoDecode, BeforeValidator(_hashed)] = Field(
+    api_keys: Annotated[tuple[str, ...] | None, BeforeValidator(_hashed)] = Field(
         None, min_length=1, description="KEY or TENANT=KEY, several with commas; without any, requests need no key."
     )
     api_keys_file: Path | None = Field(
@@ -88,7 +87,7 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings, ImageSettings):
     max_priority: Priority = Field(
         "high", description="Highest priority of HTTP requests whose API key has no max_priority of its own."
     )
-    cors_origins: Annotated[tuple[WebOrigin, ...] | None, NoDecode, BeforeValidator(split_commas)] = Field(
+    cors_origins: Annotated[tuple[WebOrigin, ...] | None, BeforeValidator(split_commas)] = Field(
         None,
         description="Web pages that may call the API from a browser, such as https://chat.example.org, or * for all. A "
         "server on a loopback address also answers to their hosts.",
@@ -138,7 +137,7 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings, ImageSettings):
     )
 
     # Pipeline
-    pipeline: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas)] = Field(
+    pipeline: Annotated[tuple[str, ...], BeforeValidator(split_commas)] = Field(
         BUILT_IN_STAGES,
         description="Order of the stages; custom ones stand between validate and batch, filters of answers between "
         "infer and stream.",
@@ -210,18 +209,18 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings, ImageSettings):
     mcp_config: Path | None = Field(
         None, description='MCP servers by name, in the JSON that MCP clients share: {"mcpServers": {…}}.'
     )
-    mcp_allowed_urls: Annotated[tuple[UrlPrefix, ...], NoDecode, BeforeValidator(split_commas)] = Field(
+    mcp_allowed_urls: Annotated[tuple[UrlPrefix, ...], BeforeValidator(split_commas)] = Field(
         (), description="Prefixes of the URLs of MCP servers that requests may name; none by default."
     )
-    tool_functions: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split_commas)] = Field(
+    tool_functions: Annotated[tuple[str, ...], BeforeValidator(split_commas)] = Field(
         (), description="Python functions that models may call, as module:name or file.py:name."
     )
-    tool_grants: Annotated[tuple[str, ...] | None, NoDecode, BeforeValidator(split_commas)] = Field(
+    tool_grants: Annotated[tuple[str, ...] | None, BeforeValidator(split_commas)] = Field(
         None,
         description="Which tenant may use which tools, as TENANT=SERVER, TENANT=SERVER/TOOL or TENANT=https://…, with "
         "* for all of either; without it every tenant may use all.",
     )
-    tools_without_approval: Annotated[tuple[str, ...] | None, NoDecode, BeforeValidator(split_commas)] = Field(
+    tools_without_approval: Annotated[tuple[str, ...] | None, BeforeValidator(split_commas)] = Field(
         None,
         description="Tools that may run without approval, as SERVER, SERVER/TOOL, https://… or *; any other needs one, "
         "whatever a request says. Without it requests decide.",
@@ -334,15 +333,3 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings, ImageSettings):
     def filters(self) -> tuple[str, ...]:
         """The filters between infer and stream, in order."""
         return self.pipeline[self.pipeline.index("infer") + 1 : -1]
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        # `sources.py` merges, because it must know where each value came from.
-        return (init_settings,)

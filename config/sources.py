@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_settings import EnvSettingsSource
 
 from ..schemas.errors import ConfigurationError
 from ..schemas.sources import join_pair, parts_of
@@ -107,9 +106,10 @@ def _from_file(path: Path, named: bool, faults: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _from_environment() -> dict[str, Any]:
+def _from_environment() -> dict[str, str]:
     # Unknown variables are ignored: Kubernetes adds some, such as PENSTOCK_SERVICE_HOST.
-    return EnvSettingsSource(Settings)()
+    fields = {variable(field): field for field in Settings.model_fields}
+    return {fields[name.upper()]: value for name, value in os.environ.items() if name.upper() in fields}
 
 
 def _suggestion(field: str) -> str:

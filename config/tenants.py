@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, field_validator
-from pydantic_settings import BaseSettings, NoDecode
+from pydantic import BaseModel, BeforeValidator, Field, field_validator
 
 from ..schemas.jobs import TOKEN_PATTERN
 from ..schemas.rates import Limits
@@ -24,7 +23,7 @@ def _pairs(value: object) -> object:
     return [f"{name}={number}" for name, number in value.items()] if isinstance(value, dict) else split_commas(value)
 
 
-class TenantSettings(BaseSettings):
+class TenantSettings(BaseModel):
     """A part of `Settings`."""
 
     tenant_seats: float = Field(
@@ -34,7 +33,7 @@ class TenantSettings(BaseSettings):
         description="Most of a worker's seats that one tenant may take, as a share, while another has sent requests in "
         "the last minute. It leaves more where the others lately needed more, down to an equal share.",
     )
-    tenant_weights: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_pairs)] = Field(
+    tenant_weights: Annotated[tuple[str, ...], BeforeValidator(_pairs)] = Field(
         (),
         description="TENANT=WEIGHT, several with commas: where tenants wait, one of weight 2 gets twice as many tokens "
         "as one of weight 1, which is that of all others. In TOML a table, too.",
@@ -49,12 +48,12 @@ class TenantSettings(BaseSettings):
         description="Most tokens a minute, of prompts and answers together, of each tenant, before 429; no limit by "
         "default.",
     )
-    tenant_requests_per_minute: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_pairs)] = Field(
+    tenant_requests_per_minute: Annotated[tuple[str, ...], BeforeValidator(_pairs)] = Field(
         (),
         description="TENANT=NUMBER, several with commas: tenants with a requests_per_minute of their own, or with "
         "none. In TOML a table, too.",
     )
-    tenant_tokens_per_minute: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_pairs)] = Field(
+    tenant_tokens_per_minute: Annotated[tuple[str, ...], BeforeValidator(_pairs)] = Field(
         (),
         description="TENANT=NUMBER, several with commas: tenants with a tokens_per_minute of their own, or with none. "
         "In TOML a table, too.",

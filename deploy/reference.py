@@ -50,7 +50,7 @@ from penstock.streams.topology import Subjects, model_lanes
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference.md"
 COMMAND = "python deploy/reference.py"
-_ROOMS = ("api", "config", "engine", "schemas", "stages", "streams")
+_ROOMS = ("api", "composition", "config", "engine", "schemas", "stages", "streams")
 Node = TypeVar("Node", bound=ast.AST)
 _LEVELS = ("debug", "info", "warning", "error", "exception")
 

@@ -6,13 +6,10 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 
 from ..schemas.errors import GenerationFailed, InvalidRequest
-from ..schemas.openai.completions import parse_body
-from ..schemas.openai.rerank import RerankRequest
 from ..schemas.params import GenerationParams
 from .backend import Backend
 from .backends.embedding import EmbeddingBackend
 from .handle import RequestHandle
-from .preparing.pooled_inputs import prepare_pooled
 from .request import EmbeddingInput, EngineRequest
 
 
@@ -27,6 +24,11 @@ def inputs_of(prompts: Iterable[Sequence[int]], dimensions: int | None = None) -
 
 def pairs_of(backend: Backend, query: str, documents: Sequence[str], most: int | None) -> list[EmbeddingInput]:
     """The query with each document, of whose tokens only the first `most` are read. Raises `InvalidRequest`."""
+    # The models of HTTP's bodies, which an engine behind a server needs for nothing else.
+    from ..schemas.openai.completions import parse_body
+    from ..schemas.openai.rerank import RerankRequest
+    from .preparing.pooled_inputs import prepare_pooled
+
     body = {"model": backend.info.source, "query": query, "documents": list(documents), "max_tokens_per_doc": most}
     request, info = parse_body(RerankRequest, body), backend.info
     return inputs_of(prepare_pooled(request, backend.tokenizer, context_length=info.context_length, name=info.source))

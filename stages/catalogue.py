@@ -5,28 +5,38 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import entry_points
 
 from ..config.loading import load_named
 from ..config.settings import BUILT_IN_STAGES, RESERVED
 from ..schemas.errors import StartupError
 from ..schemas.jobs import TOKEN_PATTERN
-from .batch.stage import Batch
 from .contract import Stage
 from .filters import Filter
-from .queue import Queue
-from .stream import Stream
-from .tools.stage import Tools
-from .validate.stage import Validate
 
 GROUP = "penstock.stages"
-LIGHT: dict[str, type[Stage]] = {"validate": Validate, "queue": Queue, "batch": Batch, "stream": Stream, "tools": Tools}
+LIGHT = {
+    "validate": "validate.stage:Validate",
+    "queue": "queue:Queue",
+    "batch": "batch.stage:Batch",
+    "stream": "stream:Stream",
+    "tools": "tools.stage:Tools",
+}
+"""Where the built-in stages that hold no model are: a process imports those that it runs."""
+
+
+def built_in(name: str) -> type[Stage]:
+    """The class of a stage in `LIGHT`."""
+    module, _, kind = LIGHT[name].partition(":")
+    found: type[Stage] = getattr(import_module(f".{module}", __package__), kind)
+    return found
 
 
 def find_stage(name: str) -> type[Stage] | type[Filter]:
     """The class of a stage or filter. `name` may be `path/to/file.py:Class`. Raises `StartupError`."""
     if name in LIGHT:
-        return LIGHT[name]
+        return built_in(name)
     if name in BUILT_IN_STAGES:
         raise StartupError(f"the stage {name} holds a model: run it with `penstock worker MODEL`")
     try:

@@ -61,6 +61,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--nats-permissions"):
         os.environ[GUARDED] = "1"
+    config.option.loadscopereorder = False  # or else --dist loadfile undoes the order in which shared servers end
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

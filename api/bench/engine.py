@@ -51,6 +51,9 @@ def bench_engine(
         float, Option(min=0.01, max=1, help="The share of the distribution that tokens are drawn from.")
     ] = 1.0,
     rounds: Annotated[int, Option(min=1, help="Of each measurement, in turn; the table has medians.")] = 3,
+    limits: Annotated[
+        bool, Option("--limits/--no-limits", help="Also measure what the machine can do, which takes 1 GiB.")
+    ] = True,
     json: bench_report.Json = None,
 ) -> None:
     """Measure the engine alone, without a server: prefill and decoding, and their share of the machine's limits.
@@ -74,7 +77,7 @@ def bench_engine(
     with closing(backend), bench_report.bars() as bars:
         longest = backend.info.context_length
         params = GenerationParams(max_tokens=longest, temperature=temperature, top_p=top_p, ignore_eos=True)
-        bench = Bench(backend, config, lengths, max(batches), context, steps, params)
+        bench = Bench(backend, config, lengths, max(batches), context, steps, params, limits)
         works = {f"prefill {length}": partial(bench.prefill, length) for length in lengths}
         works |= {f"decode {size}": partial(bench.decode, size) for size in batches}
         found: dict[str, list[dict[str, float]]] = {name: [] for name in works}
@@ -113,8 +116,10 @@ class Bench:
         context: int,
         steps: int,
         params: GenerationParams,
+        limits: bool,
     ) -> None:
-        """`params` are every row's. Runs all lengths and the largest batch unmeasured.
+        """`params` are every row's; the machine's `limits` may be left out. Runs all lengths and the largest batch
+        unmeasured.
 
         Raises `StartupError` for what does not fit.
         """
@@ -134,7 +139,7 @@ class Bench:
         self._leave(self._rows(batch, context))
         self.threads = torch.get_num_threads()
         self.limits: Limits = []  # all that were measured; set by `_measure`
-        self._costs: Any = backend if hasattr(backend, "flops") else None
+        self._costs: Any = backend if limits and hasattr(backend, "flops") else None
         if self._costs:
             dtype = getattr(torch, backend.info.dtype or "float32" if config.dtype == "auto" else config.dtype)
             ways = bench_limits.prepare(dtype, resolve_device(config.device))

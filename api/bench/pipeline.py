@@ -19,8 +19,8 @@ from typer import Option
 
 from ...config.sources import load
 from ...engine import EngineConfig, GenerationParams, InferenceEngine
+from ..serve.listening import base_url, listen
 from ..serve.processes import Part
-from ..serve.supervisor import base_url, listen
 from ..terminal.options import fatal_errors
 from . import report as bench_report
 from .load import Ask, Client, Sample, clock, closed_loop, open_loop

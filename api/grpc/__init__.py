@@ -6,12 +6,15 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from ...config.settings import Settings
 from ...schemas.errors import StartupError
-from ...streams.port import Broker
-from ...streams.stores.registry import Registry
-from ..bridge.bridge import Bridge
+
+if TYPE_CHECKING:
+    from ...streams.port import Broker
+    from ...streams.stores.registry import Registry
+    from ..bridge.bridge import Bridge
 
 _PACKAGES = ("grpc", "grpc_health", "grpc_reflection")
 

@@ -11,7 +11,7 @@ import signal
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import structlog
 
@@ -19,8 +19,10 @@ from ...config.process import FAMILY, die_with_parent, directory_of_children, py
 from ...config.settings import Settings
 from ...config.sources import variable
 from ...schemas.errors import Fatal, StartupError
-from ...streams.nats.servers.server import EmbeddedServer
 from .ahead import WORKER, AheadWorker
+
+if TYPE_CHECKING:
+    from ...streams.nats.servers.server import EmbeddedServer
 
 log = structlog.get_logger(__name__)
 

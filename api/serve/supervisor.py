@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import secrets
 import shutil
-import socket
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
-from typing import TextIO
 
 import structlog
 
 from ...config.broker import LEAST_STORE, check_broker
 from ...config.deployment import explicit
-from ...config.log_lines import LogLines
 from ...config.process import handle_stop_signals, started_by
 from ...config.service_manager import ServiceManager
 from ...config.settings import Settings
@@ -44,34 +40,12 @@ from ...streams.topology import MODELS
 from .ahead import take_ahead
 from .connecting import URL_FILE, connected
 from .hosting import gpus
+from .listening import announce, base_url, listen, say
 from .placing import place_models
 from .processes import END_TIMEOUT, Part, ProcessKeeper, child_environment, keep_broker
-from .watching import ready, report
+from .watching import report
 
 log = structlog.get_logger(__name__)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. Raises `StartupError` if the address is not available."""
-    listener: socket.socket | None = None
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(1024)
-    except OSError as error:
-        if listener is not None:
-            listener.close()
-        is_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
-        advice = f"choose another --{'host' if is_host else 'port'}"
-        raise StartupError(f"cannot listen on {host} port {port}: {error.strerror}; {advice}") from None
-    return listener
-
-
-def base_url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def device_shares(settings: Settings, found: Collection[str]) -> list[dict[str, str]]:
@@ -230,14 +204,3 @@ class Supervisor:
             if not is_agents and card.name not in names:
                 await announced.delete(key)
                 log.info("a model of an earlier start is not served any more", model=card.name)
-
-
-async def announce(url: str, workers: int = 1) -> None:
-    """Print one line once the server is ready."""
-    await ready(url, workers)
-    say(f"penstock ready {url}", sys.stdout)
-
-
-def say(line: str, stream: TextIO) -> None:
-    """Print a line; nobody has to listen any more."""
-    LogLines(stream).msg(line)

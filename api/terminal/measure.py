@@ -19,7 +19,7 @@ from ...engine.planning.discovery import find_backends, why_not
 from ...schemas.errors import PenstockError
 
 ROWS, PROMPT, ANSWER = 8, 128, 64  # requests, and the tokens of each, that the measure stands for
-_LOAD = ("--batch", str(ROWS), "--prompt", str(PROMPT), "--context", str(PROMPT), "--steps", "16", "--rounds", "1")
+_LOAD = f"--batch {ROWS} --prompt {PROMPT} --context {PROMPT} --steps 16 --rounds 1 --no-limits".split()
 _SETTINGS = ("device", "dtype", "quantization", "max_sequence_length", "kv_cache_memory")
 
 

@@ -25,8 +25,8 @@ from serving import LOOK, START_TIMEOUT, Serve, Served, Start, until
 from setting_up import set_up
 
 from penstock.api.serve import processes
+from penstock.api.serve.listening import listen, say
 from penstock.api.serve.processes import Part, ProcessKeeper, child_environment, keep_broker
-from penstock.api.serve.supervisor import listen, say
 from penstock.api.serve.watching import ready
 from penstock.config.settings import Settings
 from penstock.schemas.errors import BrokerUnavailable, StartupError

@@ -12,7 +12,7 @@ import pytest
 from memory_pipeline import MODEL, Pipeline
 from structlog.testing import capture_logs
 
-from penstock.composition import _heartbeats
+from penstock.composition.parts import heartbeats
 from penstock.schemas.errors import PayloadTooLarge
 from penstock.schemas.events import Done, Failed
 from penstock.schemas.jobs import Endpoint, Job
@@ -55,7 +55,7 @@ async def test_a_full_infer_makes_the_batch_stage_wait(pipeline: Pipeline) -> No
 
 
 @pytest.mark.parametrize("bucket", [MODELS, WORKERS])
-async def test_a_worker_outlives_a_store_without_room_for_its_heartbeats(pipeline: Pipeline, bucket: str) -> None:
+async def test_a_worker_outlives_a_store_without_room_for_itsheartbeats(pipeline: Pipeline, bucket: str) -> None:
     kept = await pipeline.pipe.broker.bucket(bucket)
     await limit(pipeline, bucket, max_bytes=1)
     with capture_logs() as logs:
@@ -71,7 +71,7 @@ async def test_stages_outlive_it_too(pipeline: Pipeline) -> None:
     await limit(pipeline, WORKERS, max_bytes=1)
     stage = pipeline._runners[0]._stage
     with capture_logs() as logs:
-        beating = asyncio.create_task(_heartbeats(pipeline.pipe, [stage]))
+        beating = asyncio.create_task(heartbeats(pipeline.pipe, [stage]))
         await until(lambda: sum(entry.get("stage") == stage.name for entry in logs) > 3)
     await limit(pipeline, WORKERS)
     workers = await pipeline.pipe.broker.bucket(WORKERS)

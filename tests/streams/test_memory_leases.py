@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from penstock.simulation.clock import VirtualLoop
-from penstock.streams.memory import MemoryBroker
+from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.port import Consumer, ConsumerSpec, Delivery, StreamSpec
 
 LEASE = 10.0

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.schemas.errors import Superseded
-from penstock.streams.memory import MemoryBroker
+from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.memory.stream import matcher
 from penstock.streams.port import Consumer, ConsumerSpec, StreamSpec
 

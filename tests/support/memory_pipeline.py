@@ -26,7 +26,7 @@ from penstock.schemas.wire.codec import decode_event
 from penstock.stages import Filter, Pipe, Runner, Stage
 from penstock.stages.batch.stage import Batch
 from penstock.stages.cancellations import Cancellations
-from penstock.stages.catalogue import LIGHT
+from penstock.stages.catalogue import LIGHT, built_in
 from penstock.stages.infer.stage import Infer
 from penstock.stages.stream import Stream
 from penstock.stages.tools.stage import Tools
@@ -133,7 +133,7 @@ class Pipeline:
         pipeline = cls(pipe, engine, backend)
         tools = Tools(pipe, toolbox or Toolbox({}))
         made: dict[type[Stage], Stage] = {Tools: tools, Stream: Stream(pipe, filters), Batch: batch(pipe)}
-        stages = [made.get(stage) or stage(pipe) for stage in (*LIGHT.values(), *more)]
+        stages = [made.get(stage) or stage(pipe) for stage in (*map(built_in, LIGHT), *more)]
         pipeline.infer = Infer(pipe, engine, worker)
         pipeline._runners = [Runner(stage, pipe) for stage in (*stages, pipeline.infer)]
         pipeline._tasks = [asyncio.create_task(runner.run()) for runner in pipeline._runners]

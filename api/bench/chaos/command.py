@@ -27,8 +27,8 @@ from ....schemas.errors import StartupError
 from ....streams.stores.registry import Registry
 from ....streams.topology import Subjects
 from ...serve.connecting import connected
+from ...serve.listening import listen
 from ...serve.processes import Part, child_environment
-from ...serve.supervisor import listen
 from ...terminal.options import with_settings
 from .. import offered
 from .. import report as bench_report

@@ -112,9 +112,9 @@ def test_the_largest_batch_makes_room_for_itself(tiny_model: Path) -> None:
     assert document["rounds"]["decode 17"][0]["tokens"] == 5 * 17
 
 
-@pytest.mark.parametrize("backend", ["hf", "echo"])
-def test_a_backend_that_counts_nothing_has_no_shares(tiny_model: Path, backend: str) -> None:
-    result = bench(tiny_model, *FEW, "--json=-", backend=backend)
+@pytest.mark.parametrize(("backend", "more"), [("hf", ()), ("echo", ()), ("paged", ("--no-limits",))])
+def test_without_counts_or_limits_there_are_no_shares(tiny_model: Path, backend: str, more: tuple[str, ...]) -> None:
+    result = bench(tiny_model, *FEW, "--json=-", *more, backend=backend)
     document = report(result)
     assert document["limits"] == []
     assert document["rounds"]["decode 2"][1]["tokens"] == 10

@@ -31,7 +31,9 @@ async def test_an_agent_calls_a_tool_and_answers_in_its_form(tool_server: Served
             name="Forecaster",
             instructions="Tell the weather.",
             model=OpenAIChatCompletionsModel(model="tools", openai_client=client),
-            model_settings=ModelSettings(tool_choice="required", parallel_tool_calls=False, max_tokens=300),
+            model_settings=ModelSettings(
+                tool_choice="required", parallel_tool_calls=False, max_tokens=300, extra_body={"seed": 1}
+            ),
             tools=[weather],
             output_type=Weather,
         )

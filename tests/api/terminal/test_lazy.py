@@ -24,9 +24,24 @@ FRONT = """
 import sys
 from penstock.__main__ import COMMANDS
 next(entry for entry in COMMANDS if entry.name == "front").load()
-import penstock.api.http.server
 print([name for name in ("torch", "transformers", "rich", "httpx2") if name in sys.modules])
 import rich.console
+"""
+STAGE = """
+import sys
+from penstock.__main__ import COMMANDS
+from penstock.stages.catalogue import find_stage
+next(entry for entry in COMMANDS if entry.name == "stage").load()
+find_stage("queue")
+others = ("fastapi", "penstock.engine", "penstock.api.bridge", "penstock.schemas.openai", "penstock.stages.validate")
+print([name for name in others if name in sys.modules])
+"""
+WORKER = """
+import sys
+from penstock.__main__ import COMMANDS
+next(entry for entry in COMMANDS if entry.name == "worker").load()
+others = ("fastapi", "torch", "penstock.api.bridge", "penstock.schemas.openai.responses", "penstock.stages.batch")
+print([name for name in others if name in sys.modules])
 """
 
 
@@ -39,6 +54,12 @@ def test_help_imports_nothing_large() -> None:
 
 def test_a_front_imports_neither_an_http_client_nor_what_draws_on_terminals() -> None:
     run = subprocess.run([sys.executable, "-c", FRONT], capture_output=True, text=True)
+    assert (run.stdout, run.returncode) == ("[]\n", 0), run.stderr
+
+
+@pytest.mark.parametrize("script", [STAGE, WORKER], ids=["stage", "worker"])
+def test_a_process_imports_only_what_it_runs(script: str) -> None:
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (run.stdout, run.returncode) == ("[]\n", 0), run.stderr
 
 

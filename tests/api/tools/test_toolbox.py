@@ -310,7 +310,7 @@ async def test_function_that_is_no_more_is_an_error(toolbox: Toolbox) -> None:
 @pytest.mark.parametrize(("urls", "loaded"), [([], []), (["https://example.com/"], ["mcp"])])
 def test_a_bridge_starts_with_what_it_needs(urls: list[str], loaded: list[str]) -> None:
     script = (
-        "import sys, penstock.composition, penstock.api.http.server\n"
+        "import sys, penstock.composition.bridge\n"
         "from penstock.api.tools.toolbox import Toolbox\n"
         f"Toolbox({{}}, [], {urls})\n"
         "print(*{'mcp', 'numpy', 'torch', 'transformers'} & {*sys.modules})"

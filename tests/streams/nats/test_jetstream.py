@@ -387,7 +387,8 @@ async def test_a_part_whose_server_has_lost_its_store_says_how_to_create_the_str
 async def test_processes_may_ensure_at_once(server: EmbeddedServer, namespace: str) -> None:
     script = f"""
 import asyncio
-from penstock.streams import JetStreamBroker, topology
+from penstock.streams.nats.broker import JetStreamBroker
+from penstock.streams.topology import topology
 async def main():
     broker = await JetStreamBroker.connect({server.url!r}, namespace={namespace!r})
     await broker.ensure(*topology({namespace!r}, ["queue", "custom"]))
