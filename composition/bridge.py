@@ -10,7 +10,6 @@ import structlog
 import typer
 
 from ..api.grpc import beside_http
-from ..api.http.server import serve_http
 from ..api.serve.listening import announce, base_url, listen
 from ..api.terminal.options import with_settings
 from ..config.logging import configure_logging
@@ -66,6 +65,8 @@ def _light_stages(settings: Settings) -> list[type[Stage]]:
 
 def _over(listener: socket.socket) -> Serve:
     async def serve(pipe: Pipe, stopping: asyncio.Event) -> None:
+        from ..api.http.server import serve_http  # imports FastAPI, for which --help need not wait
+
         beside = beside_http(pipe.broker, pipe.registry, pipe.settings)
         await serve_http(
             pipe.broker, pipe.subjects, pipe.registry, pipe.settings, listener, stopping, pipe.tracer, beside
