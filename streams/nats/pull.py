@@ -48,6 +48,7 @@ _EXPIRES = 30.0  # seconds until the server drops a request
 _HEARTBEAT = 3.0  # seconds between the server's heartbeats while it delivers nothing
 _MOST_BYTES = 16 << 20  # that a request may bring, and half of what lies here unread when the next one is sent
 _RETRY_WAIT = 0.25  # seconds before a failed open is retried
+_LOST_STORE = "; if the server has lost its store, create it again with `penstock nats setup --apply`"
 _IDLE = "100"
 _EXPIRED = ("404", "408")
 _BROUGHT = ("Batch Completed", "Message Size Exceeds MaxBytes")  # all messages, or the bytes, that were requested
@@ -140,9 +141,7 @@ class PullConsumer:
         try:
             await (consumer._take_over() if spec.takeover else consumer._create(consumer_config(spec)))
         except ApiError as error:
-            is_lost = error.code == STREAM_MISSING
-            advice = "; if the server has lost its store, create it again with `penstock nats setup --apply`"
-            raise StartupError(f"consumer {spec.name} of stream {stream}: {error}{advice * is_lost}") from error
+            raise StartupError(f"consumer {spec.name} of stream {stream}: {error}{_advice(error)}") from error
         consumer._subscription = await link.subscribe(f"{consumer._inbox}.*", consumer._receive)
         consumer._forget = link.on_restored(consumer._lose)
         consumer._keeper = asyncio.create_task(consumer._keep())
@@ -253,6 +252,7 @@ class PullConsumer:
 
     async def _keep(self) -> None:
         """Reopen the consumer after every loss; return when another holder has taken it over."""
+        failed = 0  # times in a row; each is told less often
         while True:
             await self._loss()
             self._pulling = False
@@ -263,9 +263,12 @@ class PullConsumer:
                 if not self._spec.takeover:
                     await self._create(consumer_config(self._spec))
             except (PenstockError, Error) as error:
-                log.warning("consumer %s of stream %s: %s", self._spec.name, self._stream, error)
+                failed += 1
+                if failed.bit_count() == 1:
+                    log.warning("consumer %s of stream %s: %s%s", self._spec.name, self._stream, error, _advice(error))
                 self._lose(_RETRY_WAIT)
             else:
+                failed = 0
                 await self._start()
         log.warning("consumer %s of stream %s has a new holder", self._spec.name, self._stream)
         await self._hand_back()
@@ -340,3 +343,7 @@ class PullConsumer:
     async def _hand_back(self) -> None:
         while self._buffer:
             await self._buffer.popleft().nak()
+
+
+def _advice(error: Exception) -> str:
+    return _LOST_STORE if isinstance(error, ApiError) and error.code == STREAM_MISSING else ""

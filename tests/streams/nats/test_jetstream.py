@@ -10,6 +10,7 @@ import socket
 import sys
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 from urllib.parse import urlsplit
 
 import nats
@@ -17,6 +18,7 @@ import nats.errors
 import pytest
 
 from penstock.schemas.errors import BrokerUnavailable, StartupError, StreamFull
+from penstock.streams.nats import pull
 from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.nats.management import call
 from penstock.streams.nats.pull import parse_reply_subject
@@ -188,6 +190,35 @@ async def test_a_deleted_consumer_is_made_again(jetstream: JetStreamBroker, name
         await jetstream.publish(f"{namespace}.queue.a", b"2", message_id="m2")
         while delivery.message.data != b"2":  # the first may come again: its ack can die with the consumer
             (delivery,) = await consumer.take(1)
+
+
+async def test_a_stream_that_is_gone_is_told_of_seldom_and_with_what_to_type(
+    jetstream: JetStreamBroker, namespace: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pull, "_RETRY_WAIT", 0.001)
+    monkeypatch.setattr(pull, "_HEARTBEAT", 0.2)
+    spec = StreamSpec("QUEUE", (f"{namespace}.queue.>",), "work_queue", "file", discard="new")
+    await jetstream.ensure([spec], [])
+    consumer = await jetstream.consume(ConsumerSpec("QUEUE", "reader", f"{namespace}.queue.>"), prefetch=1)
+    tried = asyncio.Semaphore(0)
+    real = pull.call
+
+    async def counted(*given: Any, **more: Any) -> Any:
+        tried.release()
+        return await real(*given, **more)
+
+    monkeypatch.setattr(pull, "call", counted)
+    await call(jetstream._link, f"STREAM.DELETE.{jetstream.server_name('QUEUE')}")
+    async with asyncio.timeout(PATIENCE):
+        for _ in range(40):
+            await tried.acquire()
+    told = [record.getMessage() for record in caplog.records if "stream not found" in record.getMessage()]
+    assert 0 < len(told) <= 6 and all("penstock nats setup --apply" in line for line in told)
+    await jetstream.ensure([spec], [])
+    await jetstream.publish(f"{namespace}.queue.a", b"after", message_id="m1")
+    async with asyncio.timeout(PATIENCE):
+        (delivery,) = await consumer.take(1)
+    assert delivery.message.data == b"after"
 
 
 async def test_a_former_holder_stays_away_after_an_outage(own_server: EmbeddedServer) -> None:
