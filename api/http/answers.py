@@ -19,7 +19,7 @@ from ...schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expir
 from ..bridge.reading import Reading
 from ..bridge.response_reading import ResponseReading
 from ..bridge.resume import Progress, invalid_event_id
-from ..render.openai import Renderer, apart, error_message, error_payload
+from ..render.openai import Renderer, error_message, error_payload
 
 FOR_EVER = 1e9  # seconds
 
@@ -161,7 +161,7 @@ class Answer(EventStream):
             case Token():
                 if progress is None:
                     return list(renderer.chunks(event))
-                return [chunk for part in apart(event) for chunk in self._rest(part, progress)]
+                return [chunk for part in renderer.apart(event) for chunk in self._rest(part, progress)]
             case Done():
                 *usage, end = renderer.end(event)
                 if progress is not None:

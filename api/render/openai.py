@@ -99,8 +99,28 @@ class Renderer:
 
     def chunks(self, token: Token) -> Iterator[bytes]:
         """The SSE messages of a token event; none for one without content, as of an incomplete character."""
-        for part in apart(token):
+        for part in self.apart(token):
             yield from self._chunk(part)
+
+    def apart(self, token: Token) -> Sequence[Token]:
+        """A token event as one for its thought, one for its text, one for each piece of a call and, in a chat, one for
+        the end behind them, in the order in which a client that resumes counts them.
+
+        OpenAI sends them in chunks of their own, and clients rely on it: AutoGen reads no calls beside text, Haystack
+        fails there, LlamaIndex reads the first of several calls in a chunk alone, OpenAI's own clients miss that a call
+        is done which begins in the chunk that ends the choice, and gpt-cli drops the text of that chunk.
+        """
+        ends = token.finish_reason is not None and self._kind == "chat"
+        if bool(token.reasoning) + bool(token.text) + len(token.tool_calls) + ends < 2:
+            return (token,)
+        following = token.index + len(token.token_ids)
+        after = replace(token, index=following, token_ids=(), logprobs=None, prompt_logprobs=None)
+        blank = {"text": "", "reasoning": "", "tool_calls": ()}
+        said: list[dict[str, Any]] = [{"tool_calls": (call,)} for call in token.tool_calls]
+        said = [{name: text} for name in ("reasoning", "text") if (text := getattr(token, name))] + said
+        said += [{}] if ends else []
+        parts = [replace(after if place else token, **blank | one) for place, one in enumerate(said)]
+        return [*(replace(part, finish_reason=None, stop_reason=None) for part in parts[:-1]), parts[-1]]
 
     def openings(self, token: Token) -> Iterator[bytes]:
         """The SSE messages that must precede a choice's first one, which `chunks` sends too where this was not called:
@@ -255,26 +275,6 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
-
-
-def apart(token: Token) -> Sequence[Token]:
-    """A token event as one for its thought, one for its text, one for each piece of a call and one for the end behind
-    a call, in the order in which a client that resumes counts them.
-
-    OpenAI sends them in chunks of their own, and clients rely on it: AutoGen reads no calls beside text, Haystack fails
-    there, LlamaIndex reads the first of several calls in a chunk alone, and OpenAI's own clients miss that a call is
-    done which begins in the chunk that ends the choice.
-    """
-    ends_calls = bool(token.tool_calls) and token.finish_reason is not None
-    if bool(token.reasoning) + bool(token.text) + len(token.tool_calls) + ends_calls < 2:
-        return (token,)
-    after = replace(token, index=token.index + len(token.token_ids), token_ids=(), logprobs=None, prompt_logprobs=None)
-    blank = {"text": "", "reasoning": "", "tool_calls": ()}
-    said: list[dict[str, Any]] = [{"tool_calls": (call,)} for call in token.tool_calls]
-    said = [{name: text} for name in ("reasoning", "text") if (text := getattr(token, name))] + said
-    said += [{}] if ends_calls else []
-    parts = [replace(after if place else token, **blank | one) for place, one in enumerate(said)]
-    return [*(replace(part, finish_reason=None, stop_reason=None) for part in parts[:-1]), parts[-1]]
 
 
 def _message(said: list[Token], text: str, custom: frozenset[str]) -> dict[str, Any]:

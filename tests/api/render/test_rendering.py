@@ -122,6 +122,20 @@ def test_the_client_puts_choices_together_in_any_order(answer: tuple[list[Token]
     assert len(state.current_completion_snapshot.choices) == len(done.finish_reasons)
 
 
+@pytest.mark.parametrize("said", ["content", "reasoning"])
+def test_the_chunk_that_ends_a_choice_says_nothing_else(said: str) -> None:
+    """As in OpenAI's streams: gpt-cli shows nothing of a chunk with a reason."""
+    text, thought = ("", "Hm.") if said == "reasoning" else ("Hm.", "")
+    logprobs = (TokenLogprob("Hm", 1, -0.5, (72, 109)), TokenLogprob(".", 2, -0.5, (46,)))
+    token = Token("r", 0, 0, (1, 2), text, logprobs, "stop", reasoning=thought)
+    renderer = Renderer("/v1/chat/completions", "id-1", "m", 1, streaming=True, extras=Extras(token_ids=True))
+    first, last = (orjson.loads(chunk[6:])["choices"][0] for chunk in renderer.chunks(token))
+    assert first["delta"][said] == "Hm." and first["logprobs"]
+    assert (first["finish_reason"], first["token_ids"]) == (None, [1, 2])
+    assert (last["finish_reason"], last["token_ids"], last["logprobs"]) == ("stop", [], None)
+    assert last["delta"] == {}
+
+
 @pytest.mark.parametrize("calls", [1, 2])
 def test_the_client_hears_that_a_call_is_done_which_came_with_the_end(calls: int) -> None:
     """OpenAI's own client looks for the end of a choice before it looks at the calls in the same chunk."""
@@ -179,7 +193,7 @@ def test_an_answer_that_ran_out_of_time_says_so(endpoint: Endpoint) -> None:
     """By a reason that OpenAI has, too: some clients know no other."""
     token, done = Token("r", 0, 0, (1,), "x", finish_reason="deadline"), Done("r", ("deadline",), Usage(1, 1, 2))
     renderer = Renderer(endpoint, "id-1", "m", 1, streaming=True)
-    (chunk,) = renderer.chunks(token)
+    *_, chunk = renderer.chunks(token)
     for body in (chunk.removeprefix(b"data: "), renderer.whole([token], done)):
         (choice,) = orjson.loads(body)["choices"]
         assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "deadline")
