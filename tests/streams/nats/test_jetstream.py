@@ -201,11 +201,10 @@ async def test_a_stream_that_is_gone_is_told_of_seldom_and_with_what_to_type(
     await jetstream.ensure([spec], [])
     consumer = await jetstream.consume(ConsumerSpec("QUEUE", "reader", f"{namespace}.queue.>"), prefetch=1)
     tried = asyncio.Semaphore(0)
-    real = pull.call
 
     async def counted(*given: Any, **more: Any) -> Any:
         tried.release()
-        return await real(*given, **more)
+        return await call(*given, **more)
 
     monkeypatch.setattr(pull, "call", counted)
     await call(jetstream._link, f"STREAM.DELETE.{jetstream.server_name('QUEUE')}")
