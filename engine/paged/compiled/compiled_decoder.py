@@ -7,7 +7,6 @@ of it. One call runs all layers, with no Python in between.
 from __future__ import annotations
 
 import ctypes
-import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Self
@@ -38,10 +37,6 @@ from .fields import LayerFields, ModelFields
 from .remembering import Remembering, slots_of
 from .showing import Shown, last_position, show, turn
 
-_MOST_KEYS = 1024
-"""The longest context of a prefill in the compiled code where torch attends in AMX's tiles, which over more keys are
-faster. Elsewhere there is no bound, so that a token has the same bits however its prompt is cut into pieces."""
-
 RANK_UNIT = 16
 """The kernels compute so many columns of an adapter's first matrix together."""
 
@@ -67,7 +62,6 @@ class CompiledDecoder:
         self._context_length = context_length
         self._angles: dict[str | None, Tensor] = {}  # cosines and sines [2, P + MOST_ROWS, D] by kind; see `_reach`
         self._num_angles = 0  # P; behind them are those of a step's tokens in images
-        self._most_keys = _MOST_KEYS if dtype == torch.bfloat16 and kernels.has_tiles else sys.maxsize
         self._scales: list[Tensor] = []  # of queries, [P], if the model has any; set by `_reach`
         self._low = torch.empty(0)  # what adapters' first matrices make of the inputs; grown by `table`
         head = known_product(decoder.head)
@@ -190,13 +184,9 @@ class CompiledDecoder:
         return table
 
     def takes(self, segments: Sequence[Segment]) -> bool:
-        """Whether the kernels take this step: few tokens, none of which sees later ones, and, with AMX, no prefill over
-        a long context."""
+        """Whether the kernels take this step: few tokens, none of which sees later ones."""
         few = sum(len(segment.tokens) for segment in segments) <= MOST_ROWS
-        return few and all(
-            (len(segment.tokens) == 1 or segment.end <= self._most_keys) and segment.ends is None
-            for segment in segments
-        )
+        return few and all(segment.ends is None for segment in segments)
 
     def __call__(
         self, segments: Sequence[Segment], chosen: Tensor | None = None, vision: Vision | None = None

@@ -17,9 +17,9 @@ from penstock.schemas.errors import ModelLoadError
 
 SMALL = {"channel_multiplier": 0.02, "msfa_output_resolution": 4}
 FOUND = {
-    (64, 64): [0.1394, -0.1466, 0.2648, -0.3241, 0.1973],
-    (80, 80): [0.1215, -0.1311, 0.241, -0.2988, 0.1837],
-    (96, 64): [0.1342, -0.142, 0.2578, -0.3167, 0.1933],
+    (64, 64): [0.135322, -0.14304, 0.259376, -0.318356, 0.194183],
+    (80, 80): [0.121551, -0.131098, 0.241032, -0.298841, 0.183688],
+    (96, 64): [0.13393, -0.141833, 0.257521, -0.316382, 0.193122],
 }
 SHAPES = "54094230d0ddb9eeb135e13ca55d5bf24749b70d7b3d9d7355ff3a2864359231"  # of the published tower's weights
 
@@ -30,15 +30,19 @@ def waves(count: int, step: float) -> torch.Tensor:
 
 @torch.inference_mode()
 def test_features_are_those_of_timm() -> None:
-    """Also where sides are odd on the way, and where the last picture is not enlarged by a whole number."""
+    """Also where sides are odd on the way, and where the last picture is not enlarged by a whole number.
+
+    In float64: such weights make of the last bits of float32, which differ among processors, the third digit.
+    """
     tower = MobileNetV5(Gemma3nVisionConfig(model_args=SMALL))
     for number, (_, weight) in enumerate(sorted(tower.timm_model.named_parameters())):
         found = waves(weight.numel(), 1.3 + number * 0.01).reshape(weight.shape)
         weight.data = found * 0.3 + 1 if weight.ndim == 1 else found * 0.2
+    tower.double()
     for (width, height), wanted in FOUND.items():
-        made = tower(waves(3 * width * height, 0.7).reshape(1, 3, height, width)).last_hidden_state
+        made = tower(waves(3 * width * height, 0.7).reshape(1, 3, height, width).double()).last_hidden_state
         assert made.shape == (1, 2048, 4, 4)
-        assert made[0, ::500, 1, 2].tolist() == pytest.approx(wanted, abs=2e-4)
+        assert made[0, ::500, 1, 2].tolist() == pytest.approx(wanted, abs=2e-6)
 
 
 def test_weights_have_the_names_and_shapes_of_timm() -> None:
