@@ -119,8 +119,8 @@ class Oracle:
     def tokens(self, shape: str, prompt: Sequence[int], said: Sequence[int] = (), count: int = COUNT) -> Tokens:
         """`said` is what an engine answered: to see that it is right takes less time than to generate it.
 
-        So is one that differs from what was generated, where the model's logits in one pass leave no doubt of it: of two
-        experts that are as good as equal, another step may have taken the other.
+        So is one that differs from what was generated, where the model's logits in one pass leave no doubt of it: of
+        two experts that are as good as equal, another step may have taken the other.
         """
         key = (shape, tuple(prompt), count)
         found = self._answers.get(key)
