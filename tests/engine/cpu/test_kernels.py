@@ -512,14 +512,14 @@ def test_steps_of_many_tokens_are_left_to_torch() -> None:
     assert distance(*found) < 1e-4
 
 
-def test_amx_leaves_long_prompts_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose products are faster there, over many keys."""
+@pytest.mark.parametrize("has_tiles", [False, True])
+def test_long_prompts_are_not_left_to_torch(monkeypatch: pytest.MonkeyPatch, has_tiles: bool) -> None:
+    """Whose bits depend on how they are cut; also with AMX, where it is faster over many keys."""
     model = make_model({"kind": LlamaConfig, "head_dim": 16, "group": 2, **SMALL}, torch.bfloat16)
-    monkeypatch.setattr(kernels(), "has_tiles", True)
+    monkeypatch.setattr(kernels(), "has_tiles", has_tiles)
     runner = Runner(model, BLOCK, 256, ProductMaker(None, torch.device("cpu"), kernels()), kernels())
     assert runner._compiled is not None
-    assert not runner._compiled.takes([Segment([1, 2], 1023, [[]], True)])
-    assert runner._compiled.takes([Segment([1, 2], 1022, [[]], True), Segment([1], 5000, [[]], True)])
+    assert runner._compiled.takes([Segment([1, 2], 5000, [[]], True), Segment([1], 9000, [[]], True)])
 
 
 def test_a_token_without_an_embedding_or_a_block_is_an_error_and_no_reading_elsewhere() -> None:
