@@ -12,8 +12,9 @@ from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from .schemas.lazy_names import lazy_names
 from .schemas.version import __version__
 
 if TYPE_CHECKING:
@@ -38,15 +39,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "EngineConfig": "engine",
-    "Filter": "stages",
-    "GenerationParams": "engine",
-    "InferenceEngine": "engine",
-    "JobStage": "stages",
-    "McpClient": "api.tools.mcp_client",
-    "OpenAIAdapter": "api.library.adapter",
-    "ResponsesSession": "api.library.session",
-    "tool": "api.tools.functions",
+    "EngineConfig": ".engine",
+    "Filter": ".stages",
+    "GenerationParams": ".engine",
+    "InferenceEngine": ".engine",
+    "JobStage": ".stages",
+    "McpClient": ".api.tools.mcp_client",
+    "OpenAIAdapter": ".api.library.adapter",
+    "ResponsesSession": ".api.library.session",
+    "tool": ".api.tools.functions",
 }
 # Modules of 0.1.0 that applications and plug-ins import, and where they are now. Their old names go with 0.3.
 _MOVED = {
@@ -70,11 +71,7 @@ _MOVED = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    return value
+__getattr__ = lazy_names(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -6,8 +6,9 @@ Its names are each imported when they are first used: a process that only needs 
 from __future__ import annotations
 
 import warnings
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from ..schemas.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from ..schemas.params import GenerationParams
@@ -100,16 +101,15 @@ _HOMES = {
     "resolve_seed": ".request",
 }
 
+_find = lazy_names(__name__, _HOMES)
+
 
 def __getattr__(name: str) -> Any:
     if name == "Choice":
         new = f"{__name__}.ChoiceOutput"
         warnings.warn(f"{__name__}.Choice is now {new}; the old name goes with 0.3", DeprecationWarning, stacklevel=2)
-        return __getattr__("ChoiceOutput")
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name], __name__), name)
-    return value
+        return _find("ChoiceOutput")
+    return _find(name)
 
 
 def __dir__() -> list[str]:

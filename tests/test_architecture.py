@@ -187,7 +187,7 @@ ROOMS: dict[str, set[str]] = {
     "engine.vision.families": {"engine.checkpoints"},
     "engine.vision.towers": set(),
     "engine.vllm": {"engine", "engine.grammar", "engine.planning", "engine.text"},
-    "stages": {"stages.batch", "stages.tools", "stages.validate"},
+    "stages": set(),
     "stages.batch": {"stages"},
     "stages.infer": {"stages"},
     "stages.tools": {"stages"},
@@ -252,6 +252,7 @@ EXCEPTIONS: dict[str, set[str]] = {
         "api.library",
         "api.tools",
         "engine",
+        "schemas.lazy_names",
         "schemas.version",
         "stages",
     },  # its names, when they are first used

@@ -5,14 +5,23 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
 import penstock
-from penstock import engine
+from penstock import engine, streams
+from penstock.streams import memory
 
 LARGE = "('torch', 'nats', 'transformers', 'fastapi')"
 LIGHT = f"import sys, penstock; print([name for name in {LARGE} if name in sys.modules])"
+
+
+@pytest.mark.parametrize("package", [engine, streams, memory], ids=lambda package: package.__name__)
+def test_packages_have_the_names_that_they_list(package: ModuleType) -> None:
+    for name in package.__all__:
+        found = getattr(package, name)
+        assert found.__name__ == name and found.__module__.startswith("penstock.")
 
 
 @pytest.mark.parametrize("name", penstock.__all__)
