@@ -13,10 +13,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, gelu, interpolate, pad, scaled_dot_product_attention
-from transformers import AutoModel, Gemma3nVisionConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput
+from transformers import AutoModel, Gemma3nVisionConfig
 
 from ....schemas.errors import ModelLoadError
+from .timm_model import TimmModel
 
 ARCHITECTURE = "mobilenetv5_300m_enc"
 _STEM, _WIDTH = 64, 2048  # channels of the first features and of the last
@@ -196,14 +196,9 @@ class _Encoder(nn.Module):
         return cast(Tensor, self.msfa(fine, x))
 
 
-class MobileNetV5(PreTrainedModel):  # type: ignore[no-untyped-call]
-    """Takes the place of transformers' `TimmWrapperModel`."""
-
+class MobileNetV5(TimmModel):
     config_class = Gemma3nVisionConfig
     config: Gemma3nVisionConfig
-    main_input_name = "pixel_values"
-    base_model_prefix = "timm_model"
-    _supports_sdpa = True
 
     def __init__(self, config: Gemma3nVisionConfig) -> None:
         """Raises `ModelLoadError` for another tower of timm."""
@@ -220,10 +215,6 @@ class MobileNetV5(PreTrainedModel):  # type: ignore[no-untyped-call]
         self.used_blocks = [sum(stages[: _HALF_WAY + 1])]
         """The numbers of blocks, from 1 on, whose results are used beside the last one's."""
         self.post_init()  # type: ignore[no-untyped-call]
-
-    def forward(self, pixel_values: Tensor, **_: object) -> BaseModelOutput:
-        """[B, 3, H, W] → [B, C, H', W']."""
-        return BaseModelOutput(last_hidden_state=self.timm_model(pixel_values.to(self.dtype)))
 
 
 def provide_tower() -> None:

@@ -4,32 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel, TimmWrapperConfig
-from transformers.modeling_outputs import BaseModelOutput
+from torch import nn
+from transformers import AutoModel, TimmWrapperConfig
 
 from ....schemas.errors import ModelLoadError
 from .fastvit import ARCHITECTURE, FastViT
 from .perception import ARCHITECTURES, PerceptionEncoder
+from .timm_model import TimmModel
 
 
-class TimmTower(PreTrainedModel):  # type: ignore[no-untyped-call]
-    """Takes the place of transformers' `TimmWrapperModel`."""
-
+class TimmTower(TimmModel):
     config_class = TimmWrapperConfig
     config: TimmWrapperConfig
-    main_input_name = "pixel_values"
-    base_model_prefix = "timm_model"
-    _supports_sdpa = True
 
     def __init__(self, config: TimmWrapperConfig) -> None:
         """Raises `ModelLoadError` for another tower of timm."""
         super().__init__(config)
         self.timm_model = _encoder(config.architecture, dict(config.model_args or {}))
         self.post_init()  # type: ignore[no-untyped-call]
-
-    def forward(self, pixel_values: Tensor, **_: object) -> BaseModelOutput:
-        return BaseModelOutput(last_hidden_state=self.timm_model(pixel_values.to(self.dtype)))
 
 
 def provide_timm_towers() -> None:

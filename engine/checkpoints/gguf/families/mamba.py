@@ -7,6 +7,7 @@ What numbers decay by they store as it is, not its logarithm. Source: llama.cpp'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from .....schemas.errors import ModelLoadError
@@ -115,25 +116,11 @@ _PLAIN = Architecture(
     layers="backbone.layers",
     extra=_alone,
 )
-_FALCON = Architecture(
-    "falcon_mamba",
-    "FalconMambaForCausalLM",
-    _ALONE,
-    _forms("mixer"),
-    epsilon="layer_norm_epsilon",
-    layers="backbone.layers",
-    extra=_alone,
-)
+_FALCON = replace(_PLAIN, model_type="falcon_mamba", class_name="FalconMambaForCausalLM")
 MAMBAS: dict[str, Architecture | Callable[[Keys], Architecture]] = {
     "mamba": _mamba,
-    "mamba2": Architecture(
-        "mamba2",
-        "Mamba2ForCausalLM",
-        _ALONE,
-        mamba2_forms("mixer"),
-        epsilon="layer_norm_epsilon",
-        layers="backbone.layers",
-        extra=_alone2,
+    "mamba2": replace(
+        _PLAIN, model_type="mamba2", class_name="Mamba2ForCausalLM", forms=mamba2_forms("mixer"), extra=_alone2
     ),
     "jamba": Architecture("jamba", "JambaForCausalLM", _JAMBA, _forms("mamba"), extra=_jamba),
 }
