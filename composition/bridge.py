@@ -12,7 +12,7 @@ import typer
 from ..api.grpc import beside_http
 from ..api.serve.listening import announce, base_url, listen
 from ..api.terminal.options import with_settings
-from ..config.logging import configure_logging
+from ..config.logs.setup import configure_logging
 from ..config.settings import Settings
 from ..config.sources import Loaded
 from ..stages import Pipe, Stage

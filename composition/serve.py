@@ -14,7 +14,7 @@ from ..api.serve.declaring import with_model
 from ..api.serve.supervisor import Supervisor
 from ..api.terminal.options import with_settings
 from ..config.catalogue import offered_models
-from ..config.logging import configure_logging
+from ..config.logs.setup import configure_logging
 from ..config.sources import Loaded
 from .checks import check_front
 from .process import run_process

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..api.terminal.options import with_settings
-from ..config.logging import configure_logging
+from ..config.logs.setup import configure_logging
 from ..config.sources import Loaded
 from ..schemas.errors import StartupError
 from ..stages import Filter, Stage

@@ -20,7 +20,7 @@ import typer
 from ..api.serve.declaring import with_model
 from ..api.serve.processes import END_TIMEOUT
 from ..api.terminal.options import with_settings
-from ..config.logging import configure_logging
+from ..config.logs.setup import configure_logging
 from ..config.process import end_quietly, host, keep_loaded, stop_signal
 from ..config.service_manager import at_service
 from ..config.settings import Settings

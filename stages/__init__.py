@@ -4,7 +4,7 @@ from ..schemas.errors import InvalidRequest, Refusal
 from ..schemas.events import Token
 from ..schemas.jobs import ValidatedJob
 from .contract import Intake, JobStage, Pipe, Stage
-from .filters import Filter
+from .custom.filters import Filter
 from .runner import Runner
 
 __all__ = [

@@ -13,7 +13,7 @@ from ..config.settings import BUILT_IN_STAGES, RESERVED
 from ..schemas.errors import StartupError
 from ..schemas.jobs import TOKEN_PATTERN
 from .contract import Stage
-from .filters import Filter
+from .custom.filters import Filter
 
 GROUP = "penstock.stages"
 LIGHT = {

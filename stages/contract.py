@@ -45,8 +45,8 @@ from ..streams.stores.rates import RateLedger
 from ..streams.stores.registry import Registry
 from ..streams.topology import Subjects, partition, stage_stream
 from .cancellations import Cancellations
+from .custom.job_changes import body_marks, check_changes
 from .failures import is_cancelled
-from .job_changes import body_marks, check_changes
 from .outcomes import count_outcome
 from .trail import Trail
 from .transcript import Transcript

@@ -37,7 +37,7 @@ from ..schemas.wire.hops import worker_of
 from ..streams.outages import through_outages
 from ..streams.port import HOPS, TRACE_PARENT, Consumer, Delivery, Message
 from .contract import Intake, Pipe, Stage
-from .filters import Filter, FilteredAnswer
+from .custom.filters import Filter, FilteredAnswer
 from .leases import Leases
 from .transcript import Transcript
 from .visits import CURRENT

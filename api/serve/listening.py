@@ -7,7 +7,7 @@ import socket
 import sys
 from typing import TextIO
 
-from ...config.log_lines import LogLines
+from ...config.logs.lines import LogLines
 from ...schemas.errors import StartupError
 from .watching import ready
 

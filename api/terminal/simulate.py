@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from ...config.logging import configure_logging
+from ...config.logs.setup import configure_logging
 from ...config.settings import Settings
 from ...schemas.errors import Fatal
 from .options import fatal_errors

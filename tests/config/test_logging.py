@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.config.logging import as_json
+from penstock.config.logs.setup import as_json
 
 SECRET = "my diagnosis"
 SET_UP = """
     import asyncio, gc, logging, structlog
-    from penstock.config.logging import configure_logging
+    from penstock.config.logs.setup import configure_logging
     from penstock.config.settings import Settings
     from penstock.schemas.errors import BrokerUnavailable, InvalidRequest, StreamFull
 

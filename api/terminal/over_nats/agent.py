@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ....config.catalogue import offered_models
-from ....config.logging import configure_logging
+from ....config.logs.setup import configure_logging
 from ....config.process import handle_stop_signals
 from ....config.sources import Loaded
 from ....schemas.errors import StartupError

@@ -8,11 +8,11 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from ..schemas.errors import StageFailed
-from ..schemas.jobs import ValidatedJob
-from ..schemas.wire import codec
-from ..schemas.wire.codec import DecodeError
-from ..streams.stores.registry import Registry
+from ...schemas.errors import StageFailed
+from ...schemas.jobs import ValidatedJob
+from ...schemas.wire import codec
+from ...schemas.wire.codec import DecodeError
+from ...streams.stores.registry import Registry
 
 NOTES = "metadata"  # the field of a body that never has an effect: stages may leave notes for others there
 _IDENTITY = ("id", "tenant", "bridge", "priority", "endpoint", "created")

@@ -39,7 +39,7 @@ from penstock.schemas.wire import codec
 from penstock.stages import Filter
 from penstock.stages.cancellations import Cancellations
 from penstock.stages.catalogue import find_filters
-from penstock.stages.filters import FilteredAnswer
+from penstock.stages.custom.filters import FilteredAnswer
 from penstock.stages.stream import EventPublisher
 from penstock.streams.port import Message
 

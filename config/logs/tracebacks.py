@@ -8,7 +8,7 @@ import traceback
 from types import TracebackType
 from typing import Any, TextIO
 
-from ..schemas.errors import Fatal, Transient
+from ...schemas.errors import Fatal, Transient
 
 DEEPEST = 8  # length of a chain of causes
 

@@ -12,9 +12,9 @@ from typing import Any
 import orjson
 import structlog
 
-from ..schemas.errors import StreamFull, Transient
-from .log_lines import LogLines
-from .settings import Settings
+from ...schemas.errors import StreamFull, Transient
+from ..settings import Settings
+from .lines import LogLines
 from .tracebacks import FirstLine, as_text, write
 
 log = structlog.get_logger(__name__)

@@ -16,8 +16,8 @@ from typing import ClassVar, get_args
 
 import structlog
 
-from ..schemas.errors import GenerationFailed, Refusal, StageFailed
-from ..schemas.events import (
+from ...schemas.errors import GenerationFailed, Refusal, StageFailed
+from ...schemas.events import (
     Cancelled,
     Done,
     ErrorBody,
@@ -29,8 +29,8 @@ from ..schemas.events import (
     ToolCallDelta,
     Usage,
 )
-from . import endings
-from .failures import is_cancelled
+from .. import endings
+from ..failures import is_cancelled
 
 log = structlog.get_logger(__name__)
 

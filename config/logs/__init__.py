@@ -1,0 +1,1 @@
+"""How log lines and tracebacks look, and where they go."""
