@@ -285,7 +285,7 @@ async def test_stages_that_are_down_make_jobs_wait_and_full_ones_refuse_with_503
     stages = ("validate", "early", "late", "queue", "batch", "infer", "stream")
     async with pipeline_of(**where, pipeline=stages, queue_limit=1, high_watermark=1.0) as pipeline:
         broker, pipe = pipeline.pipe.broker, pipeline.pipe
-        early, late = Runner(Early(pipe), pipe), Runner(Late(pipe), pipe)
+        runners = [early, late] = [Runner(Early(pipe), pipe), Runner(Late(pipe), pipe)]
         running = [asyncio.create_task(early.run())]
         try:
             waiting = [await publish(pipeline)]
@@ -307,11 +307,23 @@ async def test_stages_that_are_down_make_jobs_wait_and_full_ones_refuse_with_503
                 await whole(await pipeline.bridge.open(job, priority="low", tenant="default", deadline=deadline))
             )[-1]
             assert isinstance(expired, Failed | Expired) and expired.error.status == 408
+            early.stop()  # the queue, too, has room for one, and refuses a second that comes too soon
+            first, second, high = waiting
             running.append(asyncio.create_task(late.run()))
-            for reading in waiting:
+            for reading in (first, high):
                 assert isinstance((await whole(reading))[-1], Done)
+            state = await broker.bucket("state")
+            async with asyncio.timeout(PATIENCE):
+                while (told := await state.get(f"admission.{lanes_of(MODEL)}")) is None or not (  # noqa: ASYNC110
+                    Admission.model_validate_json(told.value).accepting["normal"]
+                ):
+                    await asyncio.sleep(0)
+            again = Runner(Early(pipe), pipe)
+            runners.append(again)
+            running.append(asyncio.create_task(again.run()))
+            assert isinstance((await whole(second))[-1], Done)
         finally:
-            for runner in (early, late):
+            for runner in runners:
                 runner.stop()
             await asyncio.gather(*running)
 
