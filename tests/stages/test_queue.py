@@ -314,7 +314,8 @@ async def test_stages_that_are_down_make_jobs_wait_and_full_ones_refuse_with_503
                 assert isinstance((await whole(reading))[-1], Done)
             state = await broker.bucket("state")
             async with asyncio.timeout(PATIENCE):
-                while (told := await state.get(f"admission.{lanes_of(MODEL)}")) is None or not (  # noqa: ASYNC110
+                # None: the first has come and gone between two looks at the lanes, which were open all the time.
+                while (told := await state.get(f"admission.{lanes_of(MODEL)}")) is not None and not (  # noqa: ASYNC110
                     Admission.model_validate_json(told.value).accepting["normal"]
                 ):
                     await asyncio.sleep(0)

@@ -361,7 +361,7 @@ async def test_a_refusal_is_tried_again_where_the_server_stands_still(
     broker = await JetStreamBroker.connect(own_server.url, namespace=namespace)
     own_server.signal(signal.SIGSTOP)
     try:
-        with pytest.raises(BrokerUnavailable, match="no NATS server answers"):
+        with pytest.raises(BrokerUnavailable, match="no NATS server answers|no answer within"):  # it stops when it stops
             await broker.refuse(f"{namespace}.jobs.>", "g", lambda _: "no such lane")
     finally:
         own_server.signal(signal.SIGCONT)
