@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -17,6 +18,8 @@ from pathlib import Path
 from . import variants
 from .machine import ARCHITECTURE, cpu_flags
 from .variants import OPTIONS, sources_hash
+
+_log = logging.getLogger(__name__)
 
 _APPLE, _NATIVE = ("-mcpu=apple-m1",), ("-mcpu=native" if ARCHITECTURE == "aarch64" else "-march=native",)
 NATIVE = _APPLE if sys.platform == "darwin" else _NATIVE
@@ -106,6 +109,7 @@ def _compile(compiler: str, cache: Path, options: Sequence[str], start: str) -> 
 
 
 def _compile_alone(compiler: str, cache: Path, options: Sequence[str], start: str) -> Path:
+    _log.info("compiling the kernels for this CPU, once: that takes 10 to 30 seconds, and longer on a busy machine")
     with tempfile.TemporaryDirectory(dir=cache) as directory:
         compile_to([compiler], options, built := Path(directory) / f"kernels{_SUFFIX}")
         return built.replace(cache / (start + _end(built)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,7 +28,10 @@ def compiler(tmp_path: Path) -> Path:
     return script
 
 
-def test_of_many_that_start_together_one_compiles(tmp_path: Path, compiler: Path) -> None:
+def test_of_many_that_start_together_one_compiles_and_says_so(
+    tmp_path: Path, compiler: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     cache = tmp_path / "cache"
     with ThreadPoolExecutor(4) as pool:
         found = {*pool.map(lambda _: compiled(str(compiler), cache, ["-O3"]), range(4))}
@@ -35,6 +39,9 @@ def test_of_many_that_start_together_one_compiles(tmp_path: Path, compiler: Path
     assert library.read_text() == "compiled\n" and kept(str(compiler), cache, ["-O3"]) == library
     num_sources = sum(source.suffix == ".c" for source in SOURCES)
     assert len((tmp_path / "log").read_text().splitlines()) == num_sources + 1, "each source, and the library"
+    assert [message.split(",")[0] for message in caplog.messages] == ["compiling the kernels for this CPU"]
+    compiled(str(compiler), cache, ["-O3"])
+    assert len(caplog.messages) == 1
 
 
 def test_where_nothing_can_be_locked_it_compiles_all_the_same(
