@@ -17,6 +17,7 @@ import psutil
 import pytest
 import trustme
 from pages import ROOT
+from ports import reserved_port
 from serving import Serve, Served, serving, until
 
 HOST = "llm.example.org"
@@ -51,8 +52,7 @@ def proxy(served: Served, tmp_path: Path) -> Iterator[httpx2.Client]:
     folder.mkdir()
     authority = trustme.CA()
     authority.issue_cert(HOST, "127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(folder / "both.pem"))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = reserved_port()
     site = (ROOT / "deploy" / "proxy" / "nginx.conf").read_text("utf-8")
     for own, here in (
         ("listen 443", f"listen 127.0.0.1:{port}"),
@@ -114,8 +114,7 @@ def test_half_an_answer_is_not_whole_behind_nginx_with_its_defaults(served: Serv
     """It speaks HTTP/1.0 to the bridge, where an answer ends with its connection, as one does whose bridge died."""
     folder = tmp_path / "nginx"
     folder.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = reserved_port()
     (folder / "site.conf").write_text(
         f"server {{ listen 127.0.0.1:{port}; location / {{ proxy_pass {served.url}; }} }}\n"
     )
@@ -151,8 +150,7 @@ def test_a_bridge_behind_haproxy_stops_without_a_failed_request(serve: Serve, st
     authority.issue_cert(HOST, "127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "both.pem"))
     trusted = ssl.create_default_context()
     authority.configure_trust(trusted)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = reserved_port()
     configuration = (ROOT / "deploy" / "proxy" / "haproxy.cfg").read_text("utf-8")
     line = configuration.splitlines()[-1]
     lines = [line.replace("127.0.0.1:8000", one.url.removeprefix("http://")) for one in (leaving, staying)]

@@ -21,6 +21,7 @@ import httpx2
 import psutil
 import pytest
 import structlog
+from ports import reserved_port
 from serving import LOOK, START_TIMEOUT, Serve, Served, Start, until
 from setting_up import set_up
 
@@ -87,7 +88,7 @@ async def test_all_addresses_are_asked_without_ipv6_too(echo_server: Served) -> 
 
 def test_it_serves_and_ends_though_nobody_hears_it_any_more(tmp_path: Path) -> None:
     """The terminal is gone, or `head` has read enough."""
-    command = echoing(port := free_port())
+    command = echoing(port := reserved_port())
     with subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     ) as serving:
@@ -100,7 +101,7 @@ def test_it_serves_and_ends_though_nobody_hears_it_any_more(tmp_path: Path) -> N
 @pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
 def test_it_serves_where_its_standard_files_are_closed(tmp_path: Path, closed: str) -> None:
     """As some of those do that start services."""
-    command = ["sh", "-c", f"exec {shlex.join(echoing(port := free_port()))} {closed}"]
+    command = ["sh", "-c", f"exec {shlex.join(echoing(port := reserved_port()))} {closed}"]
     with subprocess.Popen(command, cwd=tmp_path, start_new_session=True) as serving:
         serves_and_ends(serving, port)
 
@@ -109,15 +110,9 @@ def test_it_takes_no_modules_from_the_working_directory(tmp_path: Path) -> None:
     """The console script does not look there for itself."""
     for name in ("random", "token", "types"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')")
-    command = echoing(port := free_port())
+    command = echoing(port := reserved_port())
     with subprocess.Popen([command[0], "-P", *command[1:]], cwd=tmp_path, start_new_session=True) as serving:
         serves_and_ends(serving, port)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-    return port
 
 
 def echoing(port: int) -> list[str]:
@@ -228,9 +223,7 @@ def test_readiness_and_the_log_name_the_fast_paths_that_are_not_taken(serve: Ser
 
 
 def test_who_comes_while_the_model_loads_waits_for_it(start: Start, tiny_model: Path, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    url = f"http://127.0.0.1:{reserved_port()}"
     process = start(
         *("serve", str(tiny_model), "--served-model-name", "tiny", "--dtype", "float32"),
         *("--port", url.rpartition(":")[2], "--state-dir", str(tmp_path / "state")),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import time
 
 import httpx
@@ -12,6 +11,7 @@ import openai
 import psutil
 import pytest
 import requests
+from ports import reserved_port
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from serving import Serve, Served, until
@@ -104,8 +104,7 @@ def test_the_counts_are_those_of_the_clients(server: Served) -> None:
 
 
 def test_a_takeover_is_seen_and_a_port_of_its_own_needs_no_key(serve: Serve) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = reserved_port()
     keys = "--api-keys", "good=sk-good-tenant,op=sk-operator-key admin"
     server = serve("--backend", "echo", "--echo-rate", "50", "--metrics-port", str(port), *keys)
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="sk-good-tenant", max_retries=0)

@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx2
 import pytest
-from compose import free_port
 from pages import ROOT
+from ports import reserved_port
 from serving import Process, Start, answers, until
 
 MODEL = "echo"
@@ -62,7 +62,7 @@ class Deployment:
         self._environment = {"PENSTOCK_NATS_URL": url, "PENSTOCK_LEASE": "1", "PENSTOCK_HEARTBEAT_INTERVAL": "0.5"}
         declared = start("nats", "setup", "--backend", MODEL, "--apply", environment=self._environment)
         assert declared.wait() == 0, declared.output
-        ports = [free_port(), free_port()]
+        ports = [reserved_port(), reserved_port()]
         stages = start(
             *("stage", "validate", "queue", "batch", "stream"),
             "--metrics-port",
@@ -75,7 +75,7 @@ class Deployment:
         self.scaler = Autoscaler(ports)
 
     def worker(self, rate: int = 0) -> tuple[Process, int]:
-        port = free_port()
+        port = reserved_port()
         words = ("worker", "--backend", MODEL, "--echo-rate", str(rate), "--metrics-port", str(port))
         started = self._start(*words, environment=self._environment)
         self.scaler.scrape(port)

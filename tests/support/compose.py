@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -14,17 +13,12 @@ from typing import Any
 import httpx2
 import yaml
 from pages import ROOT
+from ports import reserved_port
 from serving import Process, until
 
 FOLDER = ROOT / "deploy" / "compose"
 BROKER, OURS = "docker.io/library/nats:", "penstock"  # images
 _variable = re.compile(r"\$\{(\w+)(?::([-?])([^}]*))?\}")
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def interpolate(text: str, variables: Mapping[str, str]) -> str:
@@ -57,7 +51,7 @@ class Composed:
         self._file = compose(variables)
         self.services: dict[str, dict[str, Any]] = self._file["services"]
         nodes = [name for name, service in self.services.items() if service["image"].startswith(BROKER)]
-        self._ports = {(name, port): free_port() for name in nodes for port in (4222, 6222, 8222)}
+        self._ports = {(name, port): reserved_port() for name in nodes for port in (4222, 6222, 8222)}
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
         self._started: list[Process] = []
         self.parts: dict[str, list[Process]] = {}
@@ -141,7 +135,11 @@ class Composed:
         environment["PENSTOCK_NATS_URL"] = re.sub(
             r"(n\d):4222", lambda found: f"127.0.0.1:{self._ports[found[1], 4222]}", environment["PENSTOCK_NATS_URL"]
         )
-        environment |= {"PENSTOCK_HOST": "127.0.0.1", "PENSTOCK_METRICS_PORT": str(free_port()), "PENSTOCK_PORT": "0"}
+        environment |= {
+            "PENSTOCK_HOST": "127.0.0.1",
+            "PENSTOCK_METRICS_PORT": str(reserved_port()),
+            "PENSTOCK_PORT": "0",
+        }
         self._started.append(Process(*service["command"], environment=environment | self._extra, cwd=self._folder))
         return self._started[-1]
 

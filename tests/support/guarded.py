@@ -11,7 +11,7 @@ from pathlib import Path
 
 import nats
 import trustme
-from compose import free_port
+from ports import reserved_port
 
 from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.nats.connection.access import Access
@@ -34,7 +34,7 @@ class GuardedServer:
     @classmethod
     async def start(cls, directory: Path, domain: str | None = None) -> GuardedServer:
         lines = _write(directory, domain)
-        leafs = free_port() if domain else None
+        leafs = reserved_port() if domain else None
         if leafs:
             lines.append(f"leafnodes {{ listen: 127.0.0.1:{leafs}\n {lines[-1]} }}")
         jetstream = "" if domain is None else f"domain: {domain}"

@@ -16,6 +16,7 @@ import mcp_types as types
 import uvicorn
 from mcp.server.lowlevel import Server
 from mcp.shared.exceptions import MCPError
+from ports import reserved_port
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -173,9 +174,7 @@ class Everything:
     """npm's reference server, over HTTP."""
 
     def __init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
+        self._port = reserved_port()  # the server says that it listens even where the port is taken
         self.url = f"http://127.0.0.1:{self._port}/mcp"
         self._process: subprocess.Popen[str] | None = None
 

@@ -7,7 +7,6 @@ import base64
 import hashlib
 import json
 import os
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from datetime import UTC, datetime, timedelta
@@ -17,6 +16,7 @@ from typing import Any
 import nkeys
 import pytest
 import trustme
+from ports import reserved_port
 
 from penstock.api.serve.connecting import connected
 from penstock.config.settings import Settings
@@ -250,9 +250,7 @@ async def test_a_denial_names_the_subject_at_once(started: Start) -> None:
 
 
 async def test_a_domain_reached_through_a_leaf_node(started: Start) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        at = f"127.0.0.1:{free.getsockname()[1]}"
+    at = f"127.0.0.1:{reserved_port()}"
     hub = await started(f"leafnodes {{ listen: {at} }}", jetstream="domain: hub", authorization="")
     remote = f'leafnodes {{ remotes: [{{ url: "nats-leaf://{at}" }}] }}'
     leaf = await started(remote, jetstream="domain: edge", authorization="")
