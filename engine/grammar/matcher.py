@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,11 +47,16 @@ _CLEARER = (  # what xgrammar's messages leave out or do not explain
     (r"(Unexpected character: .*)$", r'\1; texts stand in "…", and classes of characters in […]'),
     (r"sequence ;", "sequence;"),
 )
-# xgrammar allows control characters in strings with a bounded length; JSON does not.
+# xgrammar allows control characters in strings with a bounded length; JSON does not. In all grammars it allows what
+# looks like UTF-8 and is none: halves of surrogate pairs, and characters beyond the last one.
+_NO_CHARACTER = rb"\xed[\xa0-\xbf]|\xf4[\x90-\xbf]"
 _FORBIDDEN = {
-    "json_schema": re.compile(rb"[\x00-\x1f]"),
-    "structural_tag": re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]"),
+    "json_schema": re.compile(rb"[\x00-\x1f]|" + _NO_CHARACTER),
+    "structural_tag": re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]|" + _NO_CHARACTER),
+    "regex": re.compile(_NO_CHARACTER),
+    "ebnf": re.compile(_NO_CHARACTER),
 }
+_FORBIDDEN_AFTER = {b"\xed": re.compile(rb"[\xa0-\xbf]"), b"\xf4": re.compile(rb"[\x90-\xbf]")}
 
 
 class GrammarCompiler:
@@ -66,6 +71,7 @@ class GrammarCompiler:
         self._texts: list[bytes] = []  # of each token; set by `_read_vocabulary`
         self._permitted = lru_cache(maxsize=16)(self._permit)
         self._free_tokens = lru_cache(maxsize=16)(self._find_free_tokens)
+        self._after = lru_cache(maxsize=1)(self._find_after)
         self._ends: Mask  # of the end tokens; set by `_read_vocabulary`
 
     def matcher(self, params: GenerationParams) -> Matcher | None:
@@ -116,7 +122,8 @@ class GrammarCompiler:
         tokens = None if free is None else FreeTokens(self._texts, self._free_tokens(free.openers), free.literals)
         permitted = self._permitted(grammar.kind, visible)
         bounded = _is_bounded(grammar)
-        return Matcher(GrammarMatcher(compiled), permitted, self._ends, self._texts, tokens, bounded=bounded)
+        following = GrammarMatcher(compiled)
+        return Matcher(following, permitted, self._ends, self._texts, self._after(), tokens, bounded=bounded)
 
     def _compiler(self) -> Any:
         """xgrammar's compiler, an empty one where the cache is full.
@@ -152,10 +159,16 @@ class GrammarCompiler:
 
     def _permit(self, kind: str, visible: frozenset[int]) -> Mask:
         """All tokens but those forbidden, and special tokens that the text does not show: no grammar sees them."""
-        forbidden = set(self._tokenizer.special_token_ids - visible)
-        if (pattern := _FORBIDDEN.get(kind)) is not None:
-            forbidden |= {token for token, text in enumerate(self._texts) if pattern.search(text)}
-        return ~_bits(forbidden, self._tokenizer.vocabulary_size) | self._ends
+        special = _bits(self._tokenizer.special_token_ids - visible, self._tokenizer.vocabulary_size)
+        return ~(special | self._tokens_with(_FORBIDDEN[kind].search)) | self._ends
+
+    def _find_after(self) -> dict[bytes, Mask]:
+        """What may follow a token that ends with one of these bytes."""
+        return {byte: ~self._tokens_with(pattern.match) for byte, pattern in _FORBIDDEN_AFTER.items()}
+
+    def _tokens_with(self, found: Callable[[bytes], object]) -> Mask:
+        tokens = (token for token, text in enumerate(self._texts) if found(text))
+        return _bits(tokens, self._tokenizer.vocabulary_size)
 
     def _find_free_tokens(self, openers: frozenset[str]) -> Mask:
         """All tokens that are whole printable characters, none of them in `openers`."""
@@ -194,16 +207,20 @@ class Matcher:
         permitted: Mask,
         ends: Mask,
         texts: Sequence[bytes],
+        after: Mapping[bytes, Mask],
         free: FreeTokens | None = None,
         *,
         bounded: bool = False,
     ) -> None:
         """`permitted` is a mask of the tokens that any state of the grammar may allow, `ends` of the end tokens.
-        `texts` are those of all tokens. `bounded`: no text is long that the grammar forces."""
+        `texts` are those of all tokens, and `after` has what may follow those that end with a byte. `bounded`: no text
+        is long that the grammar forces."""
         self._matcher = matcher
         self._is_bounded = bounded
         self._texts = texts
+        self._after = after
         self._permitted = permitted
+        self._follows: Mask | None = None  # the newest token; set by `accept`
         self._mask = permitted.copy()
         self._is_current = False  # whether `_mask` is of this state; set by `mask` and `accept`
         self._ends = ends
@@ -219,6 +236,8 @@ class Matcher:
             self._matcher.fill_next_token_bitmask(self._mask)
             self.cost = time.thread_time() - begun
             self._mask &= self._permitted
+            if self._follows is not None:
+                self._mask &= self._follows
             free = self._free
             settled = free is not None and (self._is_settled or not free.literals)
             self._is_free = free is not None and settled and not (free.mask & ~self._mask).any()
@@ -237,6 +256,7 @@ class Matcher:
             )
         if not self._matcher.accept_token(token):
             raise GenerationFailed(f"token {token} does not fit into the answer's grammar")
+        self._follows = self._after.get(self._texts[token][-1:])
         free = self._free
         is_free = free is not None and free.has(token)
         self._is_current = self._is_current and self._is_free and is_free

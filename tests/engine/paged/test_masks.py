@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from codecs import getincrementaldecoder
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from xgrammar import GrammarMatcher, TokenizerInfo, VocabType
 
 from penstock.engine import GenerationParams
 from penstock.engine.grammar.free_text import free_text
-from penstock.engine.grammar.json_schema import json_schema_grammar
+from penstock.engine.grammar.json_schema import ebnf_grammar, json_schema_grammar, regex_grammar
 from penstock.engine.grammar.matcher import GrammarCompiler
 from penstock.engine.grammar.tool_grammar import answer_grammar
 from penstock.engine.text.tool_formats import REASONING_FORMATS, TOOL_FORMATS
@@ -61,7 +62,16 @@ _ENDS = [
     "\n\n",
 ]
 _CHARACTERS = [chr(code) for code in range(32, 127)]
-VOCABULARY = [*(bytes([byte]) for byte in range(256)), *(one.encode() for one in _WORDS + _ENDS), b"<eos>"]
+_PARTS = [
+    b"x\xed",
+    b"\xed\xa0",
+    b"\xed\x9f",
+    b"x\xf4",
+    b"\xf4\x90",
+    b"\x90\x80",
+    b"\xa0\x80",
+]
+VOCABULARY = [*(bytes([byte]) for byte in range(256)), *(one.encode() for one in _WORDS + _ENDS), *_PARTS, b"<eos>"]
 PRINTABLE = [token for token, text in enumerate(VOCABULARY) if text.decode(errors="replace").isprintable()]
 STOP = len(VOCABULARY) - 1
 
@@ -214,6 +224,8 @@ def walk(grammar: Grammar, chance: random.Random, script: str = "") -> tuple[int
         bits = np.full_like(matcher._permitted, -1)
         fresh.fill_next_token_bitmask(bits)
         bits &= matcher._permitted
+        if matcher._follows is not None:
+            bits &= matcher._follows
         if chance.random() < 0.7:  # tokens that another worker has chosen are accepted without a look
             np.testing.assert_array_equal(matcher.mask(), bits)
             looked += 1
@@ -240,6 +252,34 @@ def test_a_mask_used_again_in_a_document_is_the_one_a_new_look_would_give(one: G
 @settings(max_examples=120, deadline=None)
 def test_and_so_it_is_in_calls_and_the_text_around_them(one: tuple[Grammar, str], chance: random.Random) -> None:
     walk(one[0], chance, one[1])
+
+
+@given(
+    one=st.sampled_from(
+        [
+            schema_grammar({"type": "string"}),
+            schema_grammar({"type": "string", "maxLength": 9}),
+            schema_grammar({"type": "object"}),
+            regex_grammar(r"[^a]{9}"),
+            ebnf_grammar("root ::= [^a-z]*"),
+        ]
+    ),
+    chance=st.randoms(use_true_random=False),
+)
+@settings(max_examples=120, deadline=None)
+def test_each_grammar_allows_utf_8_alone(one: Grammar, chance: random.Random) -> None:
+    """No half of a surrogate pair, and nothing beyond the last character, in one token or in several."""
+    COMPILER.compile(one)
+    matcher, decoder = COMPILER.matcher(GenerationParams(grammar=one)), getincrementaldecoder("utf-8")()
+    assert matcher is not None
+    for _ in range(40):
+        indices = np.flatnonzero(np.unpackbits((matcher.mask() & ~matcher._ends).view(np.uint8), bitorder="little"))
+        allowed = indices[indices < len(VOCABULARY)].tolist()
+        if not allowed:
+            break
+        odd = [token for token in allowed if not VOCABULARY[token].isascii()]
+        decoder.decode(VOCABULARY[token := chance.choice(odd or allowed)])
+        matcher.accept(token)
 
 
 def cost(grammar: Grammar, text: str) -> float:
