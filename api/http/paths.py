@@ -5,12 +5,21 @@ from __future__ import annotations
 import re
 from urllib.parse import quote
 
-from fastapi import Request
+from fastapi import FastAPI, Request
 from fastapi.responses import RedirectResponse, Response
+from fastapi.routing import APIRoute
 from starlette.routing import Match, Route
 
 _LONGEST = 300  # characters of a path whose meaning is looked for
 _OLLAMA = re.compile(r"/api/(chat|copy|create|delete|embed|embeddings|generate|ps|pull|push|show|tags|version)")
+
+
+def add_heads(app: FastAPI) -> None:
+    """Let every path that has `GET` be asked with `HEAD`, as load balancers, monitors and Claude Code do, but for those
+    that may answer with events, which have no end yet."""
+    for route in [each for each in app.routes if isinstance(each, APIRoute) and "GET" in each.methods]:
+        if "text/event-stream" not in route.responses.get("200", {}).get("content", {}):
+            app.head(route.path, include_in_schema=False)(route.endpoint)
 
 
 def methods(request: Request, path: str | None = None) -> list[str]:
