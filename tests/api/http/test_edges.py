@@ -119,8 +119,10 @@ def test_paths_have_the_names_that_others_give_them(applications: Applications) 
 def test_a_slash_at_the_end_is_led_to_the_path(applications: Applications, query: str) -> None:
     """The redirection names no host: behind a proxy that speaks TLS, the bridge would name the wrong scheme."""
     response = applications.run(ask(applications.apps[0], "POST", f"/v1/completions/{query}", BODY))
-    assert (response.status, response.headers["location"]) == (307, f"/v1/completions{query}")
-    assert applications.run(ask(applications.apps[0], "POST", response.headers["location"], BODY)).status == 200
+    assert response.status == 307
+    for prefix in ("", "/llm"):  # below which a proxy may serve it
+        base = f"https://llm.example.org{prefix}/v1/completions"
+        assert urljoin(f"{base}/{query}", response.headers["location"]) == base + query
     assert applications.run(ask(applications.apps[0], "GET", "/v1/completions/")).status == 404
     assert applications.run(ask(applications.apps[0], "GET", "//evil.example/v1/files/")).status == 404
 
