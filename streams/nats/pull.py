@@ -32,6 +32,7 @@ from .management import (
     CONSUMER_EXISTS,
     CONSUMER_MISSING,
     INSUFFICIENT,
+    STREAM_MISSING,
     TOO_MANY_UNSETTLED,
     ApiError,
     Json,
@@ -48,6 +49,7 @@ _EXPIRES = 30.0  # seconds until the server drops a request
 _HEARTBEAT = 3.0  # seconds between the server's heartbeats while it delivers nothing
 _MOST_BYTES = 16 << 20  # that a request may bring, and half of what lies here unread when the next one is sent
 _RETRY_WAIT = 0.25  # seconds before a failed open is retried
+_UNTOLD = 4  # times that a stream is not found: that of a model which was removed, while its stage has yet to learn it
 _IDLE = "100"
 _EXPIRED = ("404", "408")
 _BROUGHT = ("Batch Completed", "Message Size Exceeds MaxBytes")  # all messages, or the bytes, that were requested
@@ -263,7 +265,8 @@ class PullConsumer:
                     await self._create(consumer_config(self._spec))
             except (PenstockError, Error) as error:
                 failed += 1
-                if failed.bit_count() == 1:
+                is_missing = isinstance(error, ApiError) and error.code == STREAM_MISSING
+                if failed.bit_count() == 1 and failed > (_UNTOLD if is_missing else 0):
                     log.warning("consumer %s of stream %s: %s%s", self._spec.name, self._stream, error, advice(error))
                 self._lose(_RETRY_WAIT)
             else:
