@@ -8,6 +8,8 @@ from starlette.datastructures import Headers
 
 from ....schemas.errors import InvalidRequest
 
+KEYS = ("Authorization", "X-Api-Key")  # that may hold an API key
+
 
 def check_single(headers: Headers, names: Iterable[str]) -> None:
     """Of two values one would have to be ignored: the same one may come twice, as proxies may add it.

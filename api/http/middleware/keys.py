@@ -12,11 +12,10 @@ from ....schemas.errors import InvalidRequest, Unauthorized
 from ....schemas.events import ErrorBody
 from ..answers import error_response
 from .access import note
-from .headers import check_single
+from .headers import KEYS, check_single
 
 log = structlog.get_logger(__name__)
 
-_KEYS = ("Authorization", "X-Api-Key")  # headers with a key
 _OPEN = "/health/"
 _PAGE = "/console/"  # the files of the page, which asks for a key itself
 
@@ -42,7 +41,7 @@ class Authentication:
         if scope["type"] == "http" and not (is_open(scope["path"]) or is_page(scope["path"])):
             try:
                 headers = Headers(scope=scope)
-                check_single(headers, _KEYS)
+                check_single(headers, KEYS)
                 owner = self.keys.owner(headers)
             except (Unauthorized, InvalidRequest) as refusal:
                 note(scope, error=refusal.code)
