@@ -366,11 +366,9 @@ async def test_a_refusal_is_tried_again_where_the_server_stands_still(
 ) -> None:
     """It takes a connection of its own; a part that runs already does not end for want of it."""
     broker = await JetStreamBroker.connect(own_server.url, namespace=namespace)
-    own_server.signal(signal.SIGSTOP)
+    own_server.signal(signal.SIGSTOP)  # some of its threads may go on for a moment, and let the connection in
     try:
-        with pytest.raises(
-            BrokerUnavailable, match="no NATS server answers|no answer within"
-        ):  # it stops when it stops
+        with pytest.raises(BrokerUnavailable, match=r"no NATS server answers|no answer within"):
             await broker.refuse(f"{namespace}.jobs.>", "g", lambda _: "no such lane")
     finally:
         own_server.signal(signal.SIGCONT)
