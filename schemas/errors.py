@@ -219,6 +219,10 @@ class ConfigurationError(Fatal):
         super().__init__("\n".join(faults))
         self.faults = tuple(faults)
 
+    def __reduce__(self) -> tuple[type[ConfigurationError], tuple[Sequence[str]]]:
+        """By its faults: pools of processes pass errors on."""
+        return type(self), (self.faults,)
+
 
 class ModelLoadError(Fatal):
     pass

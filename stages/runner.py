@@ -23,7 +23,7 @@ from collections.abc import Callable
 import structlog
 
 from ..config import metrics
-from ..schemas.errors import NotYet, PenstockError, Refusal, Transient
+from ..schemas.errors import BrokerUnavailable, NotYet, PenstockError, Refusal, StartupError, Transient
 from ..schemas.jobs import Priority
 from ..streams.outages import through_outages
 from ..streams.port import MESSAGE_ID, Consumer, ConsumerSpec, Delivery
@@ -49,6 +49,7 @@ class Runner:
         self._in_hand: dict[asyncio.Task[None], Delivery] = {}
         self._consumers: set[Consumer] = set()
         self._pumps: set[asyncio.Task[None]] = set()
+        self._has_consumed = False  # set by _open
         self._stopping = asyncio.Event()
         self._has_room = asyncio.Event()  # in one of the pumps, or they are to end
         self._alone = asyncio.Lock()  # held while a message is handled that may end the process
@@ -81,8 +82,15 @@ class Runner:
     async def consume(
         self, stream: str, name: str, subject: str, *, takeover: bool = False, idle_limit: float = 0.0
     ) -> Consumer:
+        """Raises `BrokerUnavailable` where the broker refuses to a stage that runs what it may allow later, as when
+        there are as many consumers as the account may have."""
         spec = self._spec(stream, name, subject, takeover=takeover, idle_limit=idle_limit)
-        return await self._open(spec, Turns(self._stage.concurrency))
+        try:
+            return await self._open(spec, Turns(self._stage.concurrency))
+        except StartupError as error:
+            if not self._has_consumed:
+                raise
+            raise BrokerUnavailable(str(error)) from error
 
     async def consume_lanes(self, stream: str, name: str, subjects: Callable[[Priority], str]) -> None:
         turns = Turns(self._stage.concurrency, len(PRIORITIES))
@@ -105,6 +113,7 @@ class Runner:
 
     async def _open(self, spec: ConsumerSpec, turns: Turns, rank: int = 0) -> Consumer:
         consumer = await self._pipe.broker.consume(spec, prefetch=self._stage.prefetch)
+        self._has_consumed = True
         if self._stopping.is_set():  # a stage may still be opening some while the others are closed
             await consumer.close()
         self._consumers.add(consumer)

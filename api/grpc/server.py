@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from ...config.api_keys import Keys
 from ...config.settings import Settings
-from ...schemas.errors import StartupError, Unauthorized
+from ...schemas.errors import InvalidRequest, StartupError, Unauthorized
 from ...schemas.events import ErrorBody
 from ...streams.port import Broker
 from ...streams.stores.registry import Registry
@@ -106,7 +106,7 @@ class _Gate(grpc.aio.ServerInterceptor):
         if not handler_call_details.method.startswith(f"/{health.SERVICE_NAME}/"):
             try:
                 caller_of(self._keys, handler_call_details.invocation_metadata)
-            except Unauthorized as refusal:
+            except (Unauthorized, InvalidRequest) as refusal:
                 log.warning("API key refused", reason=str(refusal))
                 error = ErrorBody.of(refusal)
 

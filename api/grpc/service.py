@@ -11,6 +11,7 @@ from typing import Any, get_args
 import grpc
 import structlog
 from google.protobuf.message import DecodeError
+from starlette.datastructures import Headers
 
 from ...config import metrics
 from ...config.api_keys import Keys
@@ -36,6 +37,7 @@ from ..bridge.bridge import Bridge
 from ..bridge.idempotency import open_once
 from ..bridge.reading import Reading
 from ..bridge.resume import Progress
+from ..http.middleware.headers import KEYS, check_single
 from .messages import FULL_NAME, from_message, message_class, to_message
 from .refusals import abort, refusal_of, status_of
 
@@ -47,10 +49,12 @@ _Method = Callable[[Any, Caller, Any], Awaitable[Any]]
 
 
 def caller_of(keys: Keys | None, metadata: Metadata) -> Caller:
-    """Who asks, by `authorization: Bearer KEY` or `x-api-key`. Raises `Unauthorized`."""
+    """Who asks, by `authorization: Bearer KEY` or `x-api-key`. Raises `Unauthorized` and `InvalidRequest`."""
     if keys is None:
         return Caller()
-    owner = keys.owner({name: value for name, value in metadata if isinstance(value, str)})
+    headers = Headers(raw=[(name.encode(), value.encode()) for name, value in metadata if isinstance(value, str)])
+    check_single(headers, KEYS)
+    owner = keys.owner(headers)
     return Caller(owner.tenant, owner.max_priority, owner.admin)
 
 

@@ -49,7 +49,7 @@ from .models.adapters import add_adapters
 from .models.catalogue import CatalogueRoutes
 from .models.states import ModelRoutes
 from .openapi import add_pages, complete
-from .paths import advice, methods, without_slash
+from .paths import add_heads, advice, methods, without_slash
 from .pooled import add_pooled
 from .preparers import Preparers
 from .requests import Gateway
@@ -118,15 +118,11 @@ def create_app(
     DeadLetterRoutes(gateway).add_to(app)
     add_page(app)
 
-    # Load balancers and monitors ask with HEAD, too.
-    @app.head("/health/live", include_in_schema=False)
     @app.get("/health/live", tags=["health"])
     async def live() -> Any:
         """Answer 200 while the process runs."""
         return {"status": "live"}
 
-    @app.head("/health", include_in_schema=False)
-    @app.head("/health/ready", include_in_schema=False)
     @app.get("/health", tags=["health"], responses={503: _NOT_READY})
     @app.get("/health/ready", tags=["health"], responses={503: _NOT_READY})
     async def ready() -> Any:
@@ -140,6 +136,7 @@ def create_app(
         return JSONResponse(answer, 200 if answer["status"] == "ready" else 503)
 
     add_streams(app, gateway)
+    add_heads(app)
     return app
 
 

@@ -166,7 +166,6 @@ class MetricsRoutes:
         self.whole = Exposition(family.texts, self.deployment)
 
     def add_to(self, app: FastAPI) -> None:
-        app.head("/metrics", include_in_schema=False)(self.metrics)
         app.get("/metrics", tags=["operations"], response_class=Response, responses=refusals(403))(self.metrics)
         app.get("/server/stats", tags=["operations"], responses=refusals(403))(self.stats)
 

@@ -5,12 +5,21 @@ from __future__ import annotations
 import re
 from urllib.parse import quote
 
-from fastapi import Request
+from fastapi import FastAPI, Request
 from fastapi.responses import RedirectResponse, Response
+from fastapi.routing import APIRoute
 from starlette.routing import Match, Route
 
 _LONGEST = 300  # characters of a path whose meaning is looked for
 _OLLAMA = re.compile(r"/api/(chat|copy|create|delete|embed|embeddings|generate|ps|pull|push|show|tags|version)")
+
+
+def add_heads(app: FastAPI) -> None:
+    """Let every path that has `GET` be asked with `HEAD`, as load balancers, monitors and Claude Code do, but for those
+    that may answer with events, which have no end yet."""
+    for route in [each for each in app.routes if isinstance(each, APIRoute) and "GET" in (each.methods or ())]:
+        if "text/event-stream" not in route.responses.get("200", {}).get("content", {}):
+            app.head(route.path, include_in_schema=False)(route.endpoint)
 
 
 def methods(request: Request, path: str | None = None) -> list[str]:
@@ -22,13 +31,13 @@ def methods(request: Request, path: str | None = None) -> list[str]:
 
 
 def without_slash(request: Request) -> Response | None:
-    """Where the path is one but for a slash at its end, a redirection. It names no host, because behind a proxy that
-    speaks TLS the bridge knows neither the scheme nor the port."""
+    """Where the path is one but for a slash at its end, a redirection. It is relative, because behind a proxy the
+    bridge knows neither the scheme nor the port, nor the path below which the proxy serves it."""
     path = request.url.path
     if not path.endswith("/") or request.method not in methods(request, path[:-1]):
         return None
     query = f"?{request.url.query}" if request.url.query else ""
-    return RedirectResponse(quote(path[:-1]) + query, 307)
+    return RedirectResponse(f"../{quote(path[:-1].rpartition('/')[2])}{query}", 307)
 
 
 def advice(request: Request) -> str:

@@ -33,6 +33,7 @@ from ..bridge.idempotency import open_once
 from ..bridge.reading import Reading
 from ..bridge.resume import Progress, invalid_event_id
 from .middleware.access import note
+from .middleware.headers import check_single, flag
 from .middleware.ignored import known_fields, name_ignored
 from .preparers import Preparers
 
@@ -198,7 +199,7 @@ async def _opened(
         name_ignored(request, dropped)
     headers, bridge, tenant = request.headers, gateway.bridge, tenant_of(request)
     request.state.metered = tenant
-    _check_single(headers)
+    check_single(headers, _SINGLE)
     resumable, status = flag(headers, "Penstock-Resumable"), flag(headers, "Penstock-Events")
     streaming = body.get("stream") is True
     deadline = bridge.broker.now() + _timeout(body, headers, gateway.settings)
@@ -228,20 +229,6 @@ async def _opened(
     if resumable and streaming:
         progress = progress or Progress(reading.request)
     return Opened(reading, progress, status)
-
-
-def _check_single(headers: Headers) -> None:
-    """Of two values one would have to be ignored: the same one may come twice, as proxies may add it."""
-    for name in _SINGLE:
-        if len(given := headers.getlist(name)) > 1 and len(set(given)) > 1:
-            raise InvalidRequest(f"The header {name} has {len(given)} values, not all the same; send one.", param=name)
-
-
-def flag(headers: Headers, name: str) -> bool:
-    value = headers.get(name, "")
-    if value and value.lower() not in ("true", "1"):
-        raise InvalidRequest(f"The header {name} must be `true`, or left out.", param=name)
-    return bool(value)
 
 
 def _timeout(body: dict[str, Any], headers: Headers, settings: Settings) -> float:

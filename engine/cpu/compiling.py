@@ -26,6 +26,7 @@ NATIVE = _APPLE if sys.platform == "darwin" else _NATIVE
 """The compiler's options for this machine. Apple's compiler knows no `native`."""
 
 _PATIENCE = 300.0  # seconds for which a process waits while another one compiles
+_NO_CACHE = "set XDG_CACHE_HOME to a writable directory"
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 
 
@@ -40,12 +41,14 @@ def compiled(compiler: str, cache: Path, options: Sequence[str]) -> Path:
         return _kept(cache, start) or _compile(compiler, cache, options, start)
     except FileNotFoundError as error:
         reason = f"{error.filename} does not exist"
-        remedy = "install a C compiler, such as gcc" if error.filename == compiler else "reinstall Penstock"
+        is_ours = error.filename in map(str, variants.SOURCES)
+        remedy = "install a C compiler, such as gcc" if error.filename == compiler else _NO_CACHE
+        remedy = "reinstall Penstock" if is_ours else remedy
     except subprocess.SubprocessError as error:
         lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
         reason, remedy = f"{compiler} failed ({lines[0] if lines else error})", "install gcc 11 or clang 14, or newer"
     except OSError as error:
-        reason, remedy = str(error), "set XDG_CACHE_HOME to a writable directory"
+        reason, remedy = str(error), _NO_CACHE
     raise NotCompiled(f"{reason}; {remedy}")
 
 

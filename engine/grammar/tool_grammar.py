@@ -37,6 +37,7 @@ def answer_grammar(
     schemas: Mapping[str, Mapping[str, Any]],
     response: Grammar | None,
     inputs: Mapping[str, str] = MappingProxyType({}),
+    thinks: bool = True,
 ) -> Grammar | None:
     """The grammar of an answer, which may begin with reasoning; None where nothing is constrained.
 
@@ -44,6 +45,7 @@ def answer_grammar(
     (calls and nothing else), "named" (one call of the tool `named`) or "none". Without `parallel` there is at most one
     call. Arguments follow the tool's schema in `schemas`; without one they are any JSON object. Those of a tool in
     `inputs` are one string, `input`, and its pattern is of what the format writes, between quotes if there are some.
+    Without `thinks` nothing comes before what is constrained; text that is not may have a thought all the same.
     Raises `InvalidRequest` where a call is required of a model that has no format for calls.
     """
     must = tool_choice in ("required", "named")
@@ -54,7 +56,7 @@ def answer_grammar(
         names = []
     tools = format_of(form)
     is_harmony = tools is TOOL_FORMATS["harmony"]
-    if not names and (response is None or (form.reasoning_format is None and not is_harmony)):
+    if not names and (response is None or not (is_harmony or (form.reasoning_format is not None and thinks))):
         return response
     several = parallel and not named
     calls = [_section(tools.layout, names, schemas, inputs, several)] if tools and names else []
@@ -72,7 +74,9 @@ def answer_grammar(
         if form.thinking:
             answer = _sequence([thought, *gap, answer])
         elif said and response and response.kind != "json_schema":
-            answer = _sequence([_optional(_sequence([thought, *gap])), answer])
+            answer = _sequence([_optional(_sequence([thought, *gap])), answer]) if thinks else answer
+        elif gap and not thinks:
+            answer = _sequence([*gap, answer])
         else:  # models begin JSON and calls like this without a thought, too, and white space does not change those
             answer = _sequence([_optional(thought), *gap, answer])
     return Grammar(kind="structural_tag", text=json.dumps({"type": "structural_tag", "format": answer}))

@@ -35,6 +35,7 @@ from .documents import with_contents
 from .infill import Infill
 from .pooled_inputs import prepare_pooled, refuse_pooled
 from .response_grammar import response_grammar
+from .thinking import may_think, switch_thinking
 
 # Template variables that a client may not set: they would replace the template, or are options of its renderer.
 _NOT_FOR_TEMPLATES = frozenset(
@@ -46,7 +47,6 @@ _NOT_FOR_TEMPLATES = frozenset(
 )
 # Characters of schemas that are enforced unasked; with 150,000 tokens in the vocabulary they take 2 s to compile.
 _MOST_ENFORCED = 40_000
-_THINKING = ("enable_thinking", "thinking")  # names of the switch in templates
 
 Choice = Literal["none", "auto", "required", "named"]  # whether a model calls tools
 
@@ -136,7 +136,8 @@ class Preparer:
                 request = with_contents(request, self.limits)
                 tools, choice, named = _tools(request)
                 given = self._sight.look(request.messages, name, fetched)
-                text, form = self._chat(request, tools, choice)
+                is_bound = grammar is not None or choice in ("required", "named")
+                text, form, thinks = self._chat(request, tools, choice, is_bound)
                 ids, images = self._sight.encode(text, given, self.tokenizer, context_length)
                 prompts = [ids]
                 if form is not None:
@@ -149,6 +150,7 @@ class Preparer:
                         schemas=_schemas(tools, named, form.tool_format, custom),
                         inputs=custom,
                         response=grammar,
+                        thinks=thinks,
                     )
                 param = param or "tools"
             case CompletionRequest():
@@ -185,7 +187,10 @@ class Preparer:
             asked = None  # what a schema allows has been looked at already
         return Prepared(prompts, params, form, grammar_param=param, asked_grammar=asked, images=images)
 
-    def _chat(self, request: ChatRequest, tools: Sequence[Tool], choice: Choice) -> tuple[str, Form | None]:
+    def _chat(
+        self, request: ChatRequest, tools: Sequence[Tool], choice: Choice, is_bound: bool
+    ) -> tuple[str, Form | None, bool]:
+        """The prompt, how to read its answer, and whether one that `is_bound` by a grammar may begin with a thought."""
         check_messages(request.messages)
         if tools and self._form.tool_format is None:
             raise InvalidRequest(
@@ -197,7 +202,8 @@ class Preparer:
         functions = [tool.function.model_dump(exclude_none=True) for tool in tools]
         definitions = [{"type": "function", "function": function} for function in functions] or None
         messages = [self._sight.mark(message, _for_template(message), self.tokenizer) for message in request.messages]
-        text = self.tokenizer.render_chat(messages, definitions, **self._options(request))
+        options, render = self._options(request), self.tokenizer.render_chat
+        text = render(messages, definitions, **options)
         form = Form(
             tool_format=self._form.tool_format if tools else None,
             reasoning_format=self._form.reasoning_format,
@@ -206,30 +212,20 @@ class Preparer:
             choice="auto" if choice == "none" else choice,
         )
         read = form.tool_format is not None or form.reasoning_format is not None
-        return text, form if read else None
+        thinks = not is_bound or may_think(
+            text, form, options, self.tokenizer.chat_template, lambda other: render(messages, definitions, **other)
+        )
+        return text, form if read else None, thinks
 
     def _options(self, request: ChatRequest) -> dict[str, Any]:
         """The chat template's variables."""
-        template = self.tokenizer.chat_template
         options = dict(request.chat_template_kwargs or {})
         if taken := sorted(options.keys() & _NOT_FOR_TEMPLATES):
             raise InvalidRequest(
                 f"{', '.join(taken)}: not for the chat template; leave it out.", param="chat_template_kwargs"
             )
         if (effort := request.reasoning_effort) is not None:
-            switch = next((name for name in _THINKING if name in template), None)
-            if effort == "none":
-                options.setdefault(switch or "enable_thinking", False)
-            elif "reasoning_effort" in template:
-                options.setdefault("reasoning_effort", effort)
-            elif switch:
-                options.setdefault(switch, True)
-            elif self._form.reasoning_format is None:
-                raise InvalidRequest(
-                    "This model does not reason; leave reasoning_effort out.",
-                    code="unsupported_parameter",
-                    param="reasoning_effort",
-                )
+            switch_thinking(options, effort, self.tokenizer.chat_template, self._form)
         last = request.messages[-1]
         continues = last.role == "assistant" and not last.tool_calls and bool(last.text.strip())
         if request.add_generation_prompt is not None:

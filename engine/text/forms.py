@@ -45,6 +45,12 @@ def ends_in_thought(prompt: str, form: Form) -> bool:
     return bool(begin) and prompt.rstrip().endswith(begin)
 
 
+def ends_thought(prompt: str, form: Form) -> bool:
+    """Whether the template has ended a thought, mostly an empty one, so that the model answers at once."""
+    _, end = REASONING_FORMATS.get(form.reasoning_format or "", ("", ""))
+    return bool(end) and prompt.rstrip().endswith(end)
+
+
 def _named(what: str, name: str, found: str | None, known: Iterable[str]) -> str | None:
     if name in ("auto", "none"):
         return found if name == "auto" else None

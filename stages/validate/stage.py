@@ -304,7 +304,7 @@ class Validate(Stage):
     def _deadline(self, timeout: float | None, message: Message, created: float) -> float:
         given = message.headers.get(DEADLINE)
         try:
-            deadline = float(given) if given else created + (timeout or self._default_timeout)
+            deadline = float(given) if given is not None else created + (timeout or self._default_timeout)
         except ValueError:
             deadline = math.nan
         if not math.isfinite(deadline):

@@ -32,7 +32,8 @@ from ..port import (
     message_size,
 )
 from ..prefixes import begins
-from .consumer import ConsumerGroups, MemoryConsumer
+from .consumer import MemoryConsumer
+from .groups import ConsumerGroups
 from .listening import Listeners
 from .stream import MemoryStream, head_of, matcher
 
@@ -55,6 +56,7 @@ class MemoryBroker:
         self._streams: dict[str, MemoryStream] = {}  # by name in upper case, as JetStream's are
         self._by_head: dict[str, list[tuple[str, MemoryStream]]] = {}  # streams, by the first two tokens of subjects
         self._groups: dict[str, ConsumerGroups] = {}  # by stream
+        self._left: dict[str, list[tuple[ConsumerSpec, MemoryConsumer]]] = {}  # open copies, by stream that was removed
         self._consumers: list[MemoryConsumer] = []
         self._buckets: dict[str, MemoryBucket] = {}
         self._listeners = Listeners(self._loop)
@@ -83,8 +85,12 @@ class MemoryBroker:
             if (stream := self._streams.get(spec.name.upper())) is not None:
                 stream.check(spec)
             else:
-                made = self._streams[spec.name.upper()] = MemoryStream(spec, self._loop.time, self._now)
-                self._groups[spec.name.upper()] = ConsumerGroups(made, self._loop)
+                name = spec.name.upper()
+                made = self._streams[name] = MemoryStream(spec, self._loop.time, self._now)
+                self._groups[name] = ConsumerGroups(made, self._loop)
+                for former, member in self._left.pop(name, ()):
+                    if not member.closed:
+                        self._groups[name].join(former, member)
         for bucket in buckets:
             self._buckets.setdefault(bucket.name, MemoryBucket(bucket, self._loop.time, self._max_payload))
 
@@ -104,7 +110,9 @@ class MemoryBroker:
     async def remove(self, stream: str) -> None:
         self._streams.pop(stream.upper(), None)
         self._by_head.clear()
-        self._groups.pop(stream.upper(), None)
+        groups = self._groups.pop(stream.upper(), None)
+        if groups is not None and (left := groups.retire()):
+            self._left[stream.upper()] = left
 
     async def publish(
         self, subject: str, data: bytes, *, message_id: str, headers: Headers | None = None, expect: int | None = None
@@ -135,7 +143,8 @@ class MemoryBroker:
             raise StartupError(
                 f"consumer {spec.name} of stream {name}: its consumer {other} already takes some of {spec.subject}"
             )
-        consumer = groups.join(spec, prefetch)
+        consumer = MemoryConsumer(prefetch)
+        groups.join(spec, consumer)
         self._consumers = [*(open_one for open_one in self._consumers if not open_one.closed), consumer]
         return consumer
 

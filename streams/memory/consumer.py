@@ -8,12 +8,11 @@ run are in order of their beginnings, so that one timer serves them all.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections import OrderedDict, deque
 from dataclasses import dataclass, replace
 
 from ..port import ConsumerSpec, Delivery, Message
-from .stream import MemoryStream, matcher, overlap
+from .stream import MemoryStream, matcher
 
 
 class MemoryDelivery:
@@ -71,8 +70,8 @@ class ConsumerGroup:
         self._redeliver: deque[int] = deque()  # sequences to deliver again
         self._members: list[MemoryConsumer] = []  # the one whose turn it is comes first
 
-    def join(self, spec: ConsumerSpec, prefetch: int) -> MemoryConsumer:
-        """Open another copy; with `takeover`, the only one, which starts behind the contiguous settled messages."""
+    def join(self, spec: ConsumerSpec, member: MemoryConsumer) -> None:
+        """Add another open copy; with `takeover`, the only one, which starts behind the contiguous settled messages."""
         if spec.subject != self.spec.subject:
             self._pattern = matcher(spec.subject)
             self.matches = self._pattern.fullmatch
@@ -89,10 +88,18 @@ class ConsumerGroup:
         if self._expiry is not None:  # by the `ack_wait` of before
             self._expiry.cancel()
             self._expire_due()
-        member = MemoryConsumer(self, prefetch)
+        member.group = self
         self._members.append(member)
         self.dispatch()
-        return member
+
+    def retire(self) -> list[MemoryConsumer]:
+        """The stream is no more: deliver nothing. Returns the open copies, which hang until they join another group."""
+        self._forget_leases()
+        self._pending.clear()
+        members, self._members = self._members, []
+        for member in members:
+            member.clear()
+        return members
 
     def begin_again(self) -> bool:
         """Forget who has leased what; returns whether copies are open, which reopen the consumer at once."""
@@ -231,65 +238,12 @@ class ConsumerGroup:
         return None
 
 
-class ConsumerGroups:
-    """The consumers of one stream by name: a message visits only those whose subject it is on."""
-
-    def __init__(self, stream: MemoryStream, loop: asyncio.AbstractEventLoop) -> None:
-        self._stream = stream
-        self._loop = loop
-        self._groups: dict[str, ConsumerGroup] = {}
-        self._exact: defaultdict[str, list[ConsumerGroup]] = defaultdict(list)  # by subject
-        self._wild: list[ConsumerGroup] = []  # whose subjects have wildcards
-
-    def __len__(self) -> int:
-        return len(self._groups)
-
-    def __iter__(self) -> Iterator[ConsumerGroup]:
-        return iter(self._groups.values())
-
-    def get(self, name: str) -> ConsumerGroup | None:
-        return self._groups.get(name)
-
-    def join(self, spec: ConsumerSpec, prefetch: int) -> MemoryConsumer:
-        """Open a copy of a consumer, which is made if it is the first."""
-        group = self._groups.get(spec.name)
-        if group is None:
-            group = self._groups[spec.name] = ConsumerGroup(self._stream, spec, self._loop)
-        else:
-            self._line(group.spec.subject).remove(group)
-        self._line(spec.subject).append(group)
-        return group.join(spec, prefetch)
-
-    def remove(self, name: str) -> None:
-        group = self._groups.pop(name)
-        self._line(group.spec.subject).remove(group)
-
-    def offer(self, subject: str, sequence: int) -> None:
-        """A message has been stored."""
-        for group in self._exact.get(subject, ()):
-            group.offer(sequence)
-        for group in self._wild:
-            if group.matches(subject):
-                group.offer(sequence)
-
-    def overlapping(self, spec: ConsumerSpec) -> str | None:
-        """The name of another consumer that takes some of the same messages."""
-        if _is_wild(spec.subject):
-            others = list(self._groups.values())
-        else:
-            others = [*self._exact.get(spec.subject, ()), *self._wild]
-        names = (other.spec.name for other in others if overlap(other.spec.subject, spec.subject))
-        return next((name for name in names if name != spec.name), None)
-
-    def _line(self, subject: str) -> list[ConsumerGroup]:
-        return self._wild if _is_wild(subject) else self._exact[subject]
-
-
 class MemoryConsumer:
-    """Implements `Consumer`. Made by `ConsumerGroup.join`."""
+    """Implements `Consumer`, once `ConsumerGroup.join` has set its `group`."""
 
-    def __init__(self, group: ConsumerGroup, prefetch: int) -> None:
-        self._group = group
+    group: ConsumerGroup
+
+    def __init__(self, prefetch: int) -> None:
         self._prefetch = prefetch
         self._buffer: deque[MemoryDelivery] = deque()
         self._arrived = asyncio.Event()
@@ -319,7 +273,7 @@ class MemoryConsumer:
         while not self._closed:
             if self._buffer:
                 taken: list[Delivery] = [self._buffer.popleft() for _ in range(min(limit, len(self._buffer)))]
-                self._group.dispatch()
+                self.group.dispatch()
                 return taken
             self._arrived.clear()
             await self._arrived.wait()
@@ -337,9 +291,5 @@ class MemoryConsumer:
         if not self._closed:
             self._closed = True
             self._arrived.set()
-            self._group.leave(self)
+            self.group.leave(self)
             self._buffer.clear()
-
-
-def _is_wild(subject: str) -> bool:
-    return "*" in subject or ">" in subject

@@ -42,6 +42,10 @@ _READS = ("INFO", "STREAM.INFO", "STREAM.LIST", "STREAM.MSG.GET", "STREAM.NAMES"
 _TRANSIENT = 503  # the class of "no leader", "starting up" and the like
 _IN_PROCESS = 10158  # a repeated message whose first copy is not stored on a majority of servers yet
 _RETRY_WAIT = 0.1
+_ADVICE = {
+    STREAM_MISSING: "; if the server has lost its store, create it again with `penstock nats setup --apply`",
+    TOO_MANY_CONSUMERS: "; have NATS clients read events with fewer consumers, or raise the account's max_consumers",
+}
 
 
 class ApiError(BrokerUnavailable):
@@ -51,6 +55,11 @@ class ApiError(BrokerUnavailable):
         super().__init__(error.get("description", "unknown error"))
         self.status: int = error.get("code", 0)
         self.code: int = error.get("err_code", 0)
+
+
+def advice(error: Exception) -> str:
+    """What an operator can do against the refusal of a consumer, to be appended to it."""
+    return _ADVICE.get(error.code, "") if isinstance(error, ApiError) else ""
 
 
 @contextlib.contextmanager

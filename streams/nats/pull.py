@@ -36,6 +36,7 @@ from .management import (
     TOO_MANY_UNSETTLED,
     ApiError,
     Json,
+    advice,
     allowed,
     call,
     consumer_config,
@@ -48,7 +49,7 @@ _EXPIRES = 30.0  # seconds until the server drops a request
 _HEARTBEAT = 3.0  # seconds between the server's heartbeats while it delivers nothing
 _MOST_BYTES = 16 << 20  # that a request may bring, and half of what lies here unread when the next one is sent
 _RETRY_WAIT = 0.25  # seconds before a failed open is retried
-_LOST_STORE = "; if the server has lost its store, create it again with `penstock nats setup --apply`"
+_UNTOLD = 4  # times that a stream is not found: that of a model which was removed, while its stage has yet to learn it
 _IDLE = "100"
 _EXPIRED = ("404", "408")
 _BROUGHT = ("Batch Completed", "Message Size Exceeds MaxBytes")  # all messages, or the bytes, that were requested
@@ -141,7 +142,7 @@ class PullConsumer:
         try:
             await (consumer._take_over() if spec.takeover else consumer._create(consumer_config(spec)))
         except ApiError as error:
-            raise StartupError(f"consumer {spec.name} of stream {stream}: {error}{_advice(error)}") from error
+            raise StartupError(f"consumer {spec.name} of stream {stream}: {error}{advice(error)}") from error
         consumer._subscription = await link.subscribe(f"{consumer._inbox}.*", consumer._receive)
         consumer._forget = link.on_restored(consumer._lose)
         consumer._keeper = asyncio.create_task(consumer._keep())
@@ -264,8 +265,9 @@ class PullConsumer:
                     await self._create(consumer_config(self._spec))
             except (PenstockError, Error) as error:
                 failed += 1
-                if failed.bit_count() == 1:
-                    log.warning("consumer %s of stream %s: %s%s", self._spec.name, self._stream, error, _advice(error))
+                is_missing = isinstance(error, ApiError) and error.code == STREAM_MISSING
+                if failed.bit_count() == 1 and failed > (_UNTOLD if is_missing else 0):
+                    log.warning("consumer %s of stream %s: %s%s", self._spec.name, self._stream, error, advice(error))
                 self._lose(_RETRY_WAIT)
             else:
                 failed = 0
@@ -343,7 +345,3 @@ class PullConsumer:
     async def _hand_back(self) -> None:
         while self._buffer:
             await self._buffer.popleft().nak()
-
-
-def _advice(error: Exception) -> str:
-    return _LOST_STORE if isinstance(error, ApiError) and error.code == STREAM_MISSING else ""

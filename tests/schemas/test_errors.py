@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from collections.abc import Iterator
 
@@ -13,7 +14,14 @@ from hypothesis import strategies as st
 from penstock.api.http.answers import error_response
 from penstock.api.render.openai import error_message, error_payload
 from penstock.schemas import errors
-from penstock.schemas.errors import ConfigurationError, PenstockError, Refusal
+from penstock.schemas.errors import (
+    ConfigurationError,
+    InvalidRequest,
+    ModelLoadError,
+    PenstockError,
+    Refusal,
+    StreamFull,
+)
 from penstock.schemas.events import ErrorBody, Expired, Failed
 from penstock.stages.endings import addresses, ending
 from penstock.streams.port import MESSAGE_ID, Message
@@ -106,3 +114,17 @@ def test_id_with_a_final_newline_can_be_answered() -> None:
     message = Message("penstock.jobs.normal.tenant", b'{"id": "abc\\n", "body": {}}', {}, 5)
     (address,) = addresses(message)
     Subjects("penstock").events(address.tenant, address.bridge, address.request)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigurationError(["one.", "two."]),
+        ModelLoadError("no such model"),
+        InvalidRequest("no", code="c", param="p"),
+        StreamFull("full", storage=True),
+    ],
+)
+def test_an_error_comes_out_of_a_pool_of_processes_as_it_is(error: PenstockError) -> None:
+    found = pickle.loads(pickle.dumps(error))
+    assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))

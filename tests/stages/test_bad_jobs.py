@@ -45,8 +45,9 @@ def test_a_deadline_that_has_passed(pipeline: Pipeline) -> None:
     assert "passed before" in expired.error.message
 
 
-def test_a_deadline_that_is_none(pipeline: Pipeline) -> None:
-    failed = pipeline.runner.run(answer(pipeline, {DEADLINE: "soon"}))
+@pytest.mark.parametrize("deadline", ["soon", "nan", ""])
+def test_a_deadline_that_is_none(pipeline: Pipeline, deadline: str) -> None:
+    failed = pipeline.runner.run(answer(pipeline, {DEADLINE: deadline}))
     assert isinstance(failed, Failed)
     assert failed.error.message == "The header Penstock-Deadline must be a time in Unix seconds."
 

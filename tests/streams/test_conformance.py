@@ -96,6 +96,26 @@ async def test_a_delivery_carries_subject_headers_and_message_id(broker: Broker,
     assert delivery.message.headers[MESSAGE_ID] == "one"
 
 
+async def test_a_consumer_goes_on_with_a_stream_that_is_removed_and_made_again(
+    broker: Broker, namespace: str, queue: Spec
+) -> None:
+    await broker.ensure([queue()], [])
+    consumer = await broker.consume(reader(namespace), prefetch=4)
+    await put(broker, f"{namespace}.queue.a", "taken", "unread")
+    (taken,) = await take(consumer, 1)
+    await broker.remove(queue().name)
+    await broker.ensure([queue()], [])
+    await taken.ack()  # of a message that is no more
+    await put(broker, f"{namespace}.queue.a", "new")
+    found = ["unread"]  # some may have arrived before the stream was removed
+    while found == ["unread"]:
+        (delivery,) = await take(consumer, 1)
+        await delivery.ack()
+        found = names([delivery])
+    assert found == ["new"]
+    assert (delivery.message.sequence, delivery.attempt) == (1, 1)
+
+
 async def test_comes_again_when_the_lease_runs_out(broker: Broker, namespace: str, queue: Spec) -> None:
     await broker.ensure([queue()], [])
     await put(broker, f"{namespace}.queue.a", "m1")

@@ -31,7 +31,6 @@ _SECURITY = {
 
 def add_page(app: FastAPI) -> None:
     app.get("/", include_in_schema=False)(index)
-    app.head("/", include_in_schema=False)(index)  # Claude Code and monitors ask so whether the server is there
     app.get(PATH + "{name}", include_in_schema=False)(file)
 
 

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ....schemas.errors import Forbidden, NotJson, Refusal
 from ....schemas.events import ErrorBody
 from ..answers import error_response
+from .headers import check_single
 from .keys import is_open
 
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
@@ -49,7 +50,8 @@ class Browsers:
         await self.app(scope, receive, send)
 
     def _check(self, method: str, headers: Headers) -> None:
-        """Raises `Forbidden` and `NotJson`."""
+        """Raises `Forbidden`, `NotJson` and `InvalidRequest`."""
+        check_single(headers, ("Host",))
         hosts = headers.getlist("host")
         if self._local and not all(map(self._is_ours, hosts)):
             raise Forbidden(

@@ -266,9 +266,12 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, status: int, code: str, message: str) -> None:
         """Answer with an error, and read nothing more from this client."""
         self._refused = True
-        if self._busy:  # an error must not interrupt a response that has begun
-            self.transport.abort()
-            return
+        if self._busy:
+            if not self._in_body or self.pipeline or self.cycle.response_started:  # it waits for another answer
+                self.transport.abort()
+                return
+            self.cycle.disconnected = True  # the application, which waits for the rest of the body, hears of it
+            self.cycle.message_event.set()
         kind = "overloaded_error" if status == 503 else "invalid_request_error"
         response = error_response(ErrorBody(status, message, kind, code, retry_after=1.0 if status == 503 else None))
         response.headers["connection"] = "close"

@@ -8,10 +8,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ....config import metrics
 from ....config.api_keys import Keys
-from ....schemas.errors import Unauthorized
+from ....schemas.errors import InvalidRequest, Unauthorized
 from ....schemas.events import ErrorBody
 from ..answers import error_response
 from .access import note
+from .headers import KEYS, check_single
 
 log = structlog.get_logger(__name__)
 
@@ -39,14 +40,17 @@ class Authentication:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not (is_open(scope["path"]) or is_page(scope["path"])):
             try:
-                owner = self.keys.owner(Headers(scope=scope))
-            except Unauthorized as refusal:
+                headers = Headers(scope=scope)
+                check_single(headers, KEYS)
+                owner = self.keys.owner(headers)
+            except (Unauthorized, InvalidRequest) as refusal:
                 note(scope, error=refusal.code)
                 address = (scope.get("client") or ("",))[0]
                 log.warning("API key refused", address=address, reason=str(refusal))
                 metrics.REFUSALS.labels(refusal.code or "unknown").inc()
                 response = error_response(ErrorBody.of(refusal))
-                response.headers["www-authenticate"] = "Bearer"
+                if refusal.status == 401:
+                    response.headers["www-authenticate"] = "Bearer"
                 await response(scope, receive, send)
                 return
             scope.setdefault("state", {}).update(

@@ -62,7 +62,6 @@ class ModelRoutes:
         errors = refusals(400, 403, 404, 408, 409, 413, 500, 503)
         for path in ("/models", "/v1/models"):
             app.get(path, tags=["openai"])(self.models)
-            app.head(path, include_in_schema=False)(self.models)
         app.get("/models/sse", tags=["models"], response_class=StreamingResponse, responses=STREAMED)(self.news)
         app.get("/v1/models/status", tags=["models"])(self.status)
         app.get("/v1/models/{name:path}", tags=["openai"], responses=refusals(404))(self.model)

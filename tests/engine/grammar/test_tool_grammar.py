@@ -40,9 +40,11 @@ def grammar(
     parallel: bool = True,
     strict: Collection[str] = tuple(TOOLS),
     response: Grammar | None = None,
+    thinks: bool = True,
 ) -> Grammar | None:
     schemas = {name: form.tools[name] for name in strict if name in form.tools}
-    return answer_grammar(form, tool_choice=choice, named=named, parallel=parallel, schemas=schemas, response=response)
+    asked: dict[str, Any] = {"parallel": parallel, "schemas": schemas, "response": response, "thinks": thinks}
+    return answer_grammar(form, tool_choice=choice, named=named, **asked)
 
 
 def compiled(one: Grammar | None) -> CompiledGrammar:
@@ -153,6 +155,17 @@ def test_thought_comes_first(reasoning: str) -> None:
     assert not allows(free, f"Hm.{end}\n\n<tool_call> it is?")
 
 
+@pytest.mark.parametrize("reasoning", sorted(set(REASONING_FORMATS) - {"harmony"}))
+def test_a_call_has_no_thought_before_it_if_thinking_is_off(reasoning: str) -> None:
+    begin, end = REASONING_FORMATS[reasoning]
+    call = text_of("hermes", PARIS)
+    may = grammar(form("hermes", reasoning), thinks=False)
+    assert allows(may, call) and allows(may, f"\n\n{call}")
+    assert not allows(may, f"{begin}\nI need it.\n{end}\n\n{call}")
+    free = grammar(form("hermes", reasoning), "auto", thinks=False)  # like text without tools
+    assert allows(free, f"{begin}Hm.{end}\n\n{call}") and allows(free, "Hello.")
+
+
 def test_harmony_thinks_in_a_channel() -> None:
     call = text_of("harmony", PARIS)
     thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
@@ -191,6 +204,10 @@ def test_response_format_comes_after_the_thought_or_instead_of_calls(response: G
         assert allows(asked, f"<think>{bad}</think>\n\n{good}") and not allows(asked, f"<think>{good}</think>\n\n{bad}")
         # Other than JSON, a text is another one with empty lines before it.
         assert allows(asked, f"\n\n{good}") == (response.kind == "json_schema")
+    assert grammar(form(None, "think"), "none", response=response, thinks=False) == response
+    off = grammar(form("hermes", "think"), "auto", response=response, thinks=False)
+    assert allows(off, good) and not allows(off, f"<think>{bad}</think>\n\n{good}")
+    assert allows(off, text_of("hermes", PARIS)) and not allows(off, "<think>" + text_of("hermes", PARIS))
     both = grammar(form("hermes"), "auto", response=response)
     assert allows(both, text_of("hermes", PARIS)) and allows(both, good) and not allows(both, bad)
     assert not allows(both, text_of("hermes", NO_CITY))

@@ -26,12 +26,22 @@ Prepare = Callable[..., Prepared]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 OTHER = {"type": "function", "function": {"name": "sub"}}
 USER = {"role": "user", "content": "Hi"}
+# Thinking is switched off unless the client switches it on, as in the bundled model's template.
+QUIET = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and enable_thinking %}<think>
+{% endif %}{% endif %}"""
+# It is on, and the model begins the thought itself, as with Qwen 3's template.
+OPEN = QUIET.replace("is defined and enable_thinking", "is defined and not enable_thinking").replace(
+    "<think>\n", "<think>\n\n</think>\n\n"
+)
 
 
 @pytest.fixture(scope="module")
 def tokenizers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     found = {"plain": Tokenizer(tiny_model)}
-    for name, template in {"hermes": HERMES, "thinking": THINKING}.items():
+    for name, template in {"hermes": HERMES, "thinking": THINKING, "quiet": QUIET, "open": OPEN}.items():
         directory = tmp_path_factory.mktemp("models") / name
         shutil.copytree(tiny_model, directory)
         (directory / "chat_template.jinja").write_text(template)
@@ -260,6 +270,26 @@ def test_the_grammar_that_was_asked_for_goes_along_where_a_thought_may_precede_i
     assert prepare("thinking").asked_grammar is None
     schema = prepare("thinking", guided_json={"type": "boolean"})
     assert schema.params.grammar is not None and schema.asked_grammar is None
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "thinks"),
+    [
+        ("quiet", {}, False),
+        ("quiet", {"chat_template_kwargs": {"enable_thinking": False}}, False),
+        ("quiet", {"reasoning_effort": "none"}, False),
+        ("quiet", {"reasoning_effort": "high"}, True),
+        ("open", {}, True),
+        ("open", {"reasoning_effort": "high"}, True),
+        ("open", {"reasoning_effort": "none"}, False),
+    ],
+)
+def test_an_answer_that_a_grammar_binds_has_a_thought_only_if_thinking_is_on(
+    prepare: Prepare, template: str, options: dict[str, Any], thinks: bool
+) -> None:
+    grammar = prepare(template, response_format={"type": "json_object"}, **options).params.grammar
+    assert grammar is not None
+    assert ("</think>" in grammar.text) == thinks
 
 
 @pytest.mark.parametrize("name", ["regex", "ebnf", "grammar", "json_schema"])

@@ -79,6 +79,13 @@ async def test_a_loopback_server_answers_to_its_own_names(script: Script, host: 
     assert (await ask(script.app, "GET", "/v1/models", None, {"host": host})).status == 200
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+async def test_a_request_for_two_hosts_is_for_none(host: str) -> None:
+    script = await Script.start(host=host)
+    response = await ask(script.app, "GET", "/v1/models", None, {"host": "localhost", "Host": "evil.example.org"})
+    assert (response.status, response.error["param"]) == (400, "Host")
+
+
 async def test_a_server_on_the_network_may_have_any_name() -> None:
     script = await Script.start(host="0.0.0.0")
     assert (await ask(script.app, "GET", "/v1/models", None, {"host": "llm.example.org"})).status == 200

@@ -7,6 +7,7 @@ import resource
 from dataclasses import replace
 from typing import Any
 
+import orjson
 import pytest
 from http_server import Server, request
 
@@ -104,6 +105,28 @@ async def test_what_surrounds_a_body_is_bounded_too(begin: bytes, more: bytes) -
         with pytest.raises(ConnectionError):
             while True:
                 await wire.send(more)
+
+
+@pytest.mark.parametrize(
+    ("coding", "body"), [("chunked", b"zz\r\n"), ("chunked", b"1\r\n{x0\r\n\r\n"), ("gzip", b"x"), ("xchunked", b"")]
+)
+async def test_a_body_whose_end_cannot_be_found_is_refused(coding: str, body: bytes) -> None:
+    async with asyncio.timeout(10), Server.run() as server:
+        wire = await server.wire()
+        await wire.send(request("POST", "/v1/completions", transfer_encoding=coding), body)
+        response = await wire.response()
+        assert (response.status, response.headers["connection"]) == (400, "close")
+        assert orjson.loads(response.body)["error"]["code"] == "invalid_http"
+        assert await wire.ended() == b""
+
+
+async def test_a_faulty_body_is_not_refused_in_the_place_of_an_earlier_answer() -> None:
+    async with asyncio.timeout(10), Server.run() as server:
+        wire = await server.wire()
+        await wire.send(request("POST", "/v1/completions", STREAM))
+        await server.script.job()
+        await wire.send(request("POST", "/v1/completions", transfer_encoding="chunked"), b"zz\r\n")
+        assert await wire.ended() == b""
 
 
 @pytest.mark.parametrize("sent", [LIVE[:10], LIVE[:-1], b"G"])

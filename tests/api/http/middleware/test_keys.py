@@ -109,6 +109,18 @@ async def test_a_request_is_its_tenants(headers: dict[str, str], tenant: str) ->
     assert script.jobs[-1].subject.endswith(f".{tenant}")
 
 
+@pytest.mark.parametrize("name", ["Authorization", "X-Api-Key"])
+async def test_of_two_keys_in_the_same_header_neither_is_taken(name: str) -> None:
+    script = await Script.start(api_keys=KEYS)
+    prefix = "Bearer " if name == "Authorization" else ""
+    headers = {name: prefix + ADA, name.lower(): prefix + BOB}
+    response = await ask(script.app, "GET", "/v1/models", None, headers)
+    assert (response.status, response.error["param"]) == (400, name)
+    assert "has 2 values, not all the same; send one" in response.error["message"]
+    same = {name: prefix + ADA, name.lower(): prefix + ADA}
+    assert (await ask(script.app, "GET", "/v1/models", None, same)).status == 200
+
+
 async def test_a_stream_is_hidden_from_other_tenants() -> None:
     script = await Script.start(api_keys=KEYS)
     asking = asyncio.create_task(ask(script.app, "POST", "/v1/completions", BODY, bearer(ADA)))
