@@ -32,22 +32,31 @@ typedef struct {
     int64_t start, first, end;   /* keys of the span that anybody sees: from `start` on, of these those to `end` */
 } Span;
 
-/* 2^x, exactly 1 of 0, within 2 units in the last place. NaN stays NaN. */
+/* 2^x, exactly 1 of 0 and 0 of -INFINITY, within 2 units in the last place. NaN stays NaN. */
 INLINE __m512 power_of_two(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-200), x);
-    const __m512 r = _mm512_reduce_ps(x, 9); /* x - floor(x) */
+    const __m512 r = _mm512_reduce_ps(x, 9); /* x - floor(x), or 0 of infinity */
     __m512 p = _mm512_set1_ps(1.86713e-3f);
     const float terms[] = {9.01703e-3f, 5.579991e-2f, 2.4016445e-1f, 6.9315131e-1f, 1};
     for (int i = 0; i < 5; i++) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(terms[i]));
     return _mm512_scalef_ps(p, x); /* takes floor(x) */
 }
 
-/* Numbers of two vectors, one behind the other, as bfloat16. */
-INLINE __m512i rounded_pair(__m512 a, __m512 b) { return (__m512i)_mm512_cvtne2ps_pbh(b, a); }
+/* The upper halves of numbers, those of `even` in the lower halves of the lanes: pairs of bfloat16. */
+INLINE __m512i upper_halves(__m512 even, __m512 odd) {
+    const __m512i mask = _mm512_set1_epi32((int)0xffff0000), low = _mm512_srli_epi32(_mm512_castps_si512(even), 16);
+    return _mm512_ternarylogic_epi32(low, _mm512_castps_si512(odd), mask, 0xf8); /* low | odd & mask */
+}
 
-INLINE __m512i rest_of_pair(__m512 a, __m512 b, __m512i rounded) {
-    const __m512 near_a = widen(_mm512_castsi512_si256(rounded)), near_b = widen(_mm512_extracti64x4_epi64(rounded, 1));
-    return rounded_pair(_mm512_sub_ps(a, near_a), _mm512_sub_ps(b, near_b));
+/* Pairs of numbers as sums of two bfloat16 numbers, of which the first is cut off and the second rounded. */
+INLINE void split_pair(__m512 even, __m512 odd, __m512i to[SPLIT]) {
+    const __m512i mask = _mm512_set1_epi32((int)0xffff0000), half = _mm512_set1_epi32(0x8000);
+    __m512 rests[2] = {even, odd};
+    for (int j = 0; j < 2; j++) {
+        const __m512 cut = _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(rests[j]), mask));
+        const __m512i rest = _mm512_castps_si512(_mm512_sub_ps(rests[j], cut));
+        rests[j] = _mm512_castsi512_ps(_mm512_add_epi32(rest, half));
+    }
+    to[0] = upper_halves(even, odd), to[1] = upper_halves(rests[0], rests[1]);
 }
 
 /* Up to 16 queries as right inputs of tiles, SPLIT tiles for each 32 numbers. */
@@ -57,9 +66,11 @@ static void pack_queries(const View *views, int64_t count, int64_t head_dim, uin
     for (int64_t i = 0; i < head_dim; i += 32) {
         for (int64_t q = 0; q < count; q++) {
             const __m512 a = _mm512_loadu_ps(views[q].query + i), b = _mm512_loadu_ps(views[q].query + i + 16);
-            const __m512i rounded = rounded_pair(a, b);
-            _mm512_store_si512(pairs[0][q], rounded);
-            _mm512_store_si512(pairs[1][q], rest_of_pair(a, b, rounded));
+            const __m512i evens = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+            const __m512i odds = _mm512_add_epi32(evens, _mm512_set1_epi32(1));
+            __m512i both[SPLIT];
+            split_pair(_mm512_permutex2var_ps(a, evens, b), _mm512_permutex2var_ps(a, odds, b), both);
+            for (int j = 0; j < SPLIT; j++) _mm512_store_si512(pairs[j][q], both[j]);
         }
         for (int j = 0; j < SPLIT; j++, to += TILE_BYTES) transpose(pairs[j][0], 16, (float *)to);
     }
@@ -89,30 +100,42 @@ INLINE void fetch_part(const Cached *c, int64_t key, int64_t end, int64_t head_d
 }
 
 /* Products of the parts of a span from `from` to `to` with 16 queries -> [SPAN, 16]. */
-static void tile_scores(const Span *span, int64_t from, int64_t to, const uint8_t *queries, int64_t head_dim,
-                        float (*scores)[16]) {
+typedef struct {
+    const Span *span;
+    const uint8_t *queries;
+    int64_t from, to, head_dim;
+    float (*scores)[16];
+} Scoring;
+
+static void score(const Scoring *s) {
+    const int64_t stride = 2 * s->head_dim;
     COMPILER_BARRIER;
-    for (int64_t part = from; part < to; part += 2) {
-        const char *const *keys = span->keys + 2 * part;
-        const int has_two = part + 1 < to;
+    for (int64_t part = s->from; part < s->to; part += 2) {
+        const char *const *keys = s->span->keys + 2 * part;
+        const int has_two = part + 1 < s->to;
+        float (*own)[16] = s->scores + part * PART;
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
         _tile_zero(3);
-        for (int64_t i = 0; i < SPLIT * head_dim / 32; i++) {
-            const int64_t at = i / SPLIT * 64, stride = 2 * head_dim;
-            _tile_loadd(4, queries + i * TILE_BYTES, 64);
-            _tile_loadd(5, keys[0] + at, stride);
-            _tile_dpbf16ps(0, 5, 4);
-            _tile_loadd(6, keys[1] + at, stride);
-            _tile_dpbf16ps(1, 6, 4);
+        for (int64_t i = 0; i < s->head_dim / 32; i++) {
+            const uint8_t *queries = s->queries + i * SPLIT * TILE_BYTES;
+            _tile_loadd(4, queries, 64);
+            _tile_loadd(5, queries + TILE_BYTES, 64);
+            _tile_loadd(6, keys[0] + 64 * i, stride);
+            _tile_dpbf16ps(0, 6, 4);
+            _tile_dpbf16ps(0, 6, 5);
+            _tile_loadd(7, keys[1] + 64 * i, stride);
+            _tile_dpbf16ps(1, 7, 4);
+            _tile_dpbf16ps(1, 7, 5);
             if (!has_two) continue;
-            _tile_loadd(7, keys[2] + at, stride);
-            _tile_dpbf16ps(2, 7, 4);
-            _tile_loadd(5, keys[3] + at, stride);
-            _tile_dpbf16ps(3, 5, 4);
+            _tile_loadd(6, keys[2] + 64 * i, stride);
+            _tile_dpbf16ps(2, 6, 4);
+            _tile_dpbf16ps(2, 6, 5);
+            _tile_loadd(7, keys[3] + 64 * i, stride);
+            _tile_dpbf16ps(3, 7, 4);
+            _tile_dpbf16ps(3, 7, 5);
         }
-        float (*own)[16] = scores + part * PART;
         _tile_stored(0, own, 64);
         _tile_stored(1, own + 16, 64);
         if (!has_two) continue;
@@ -132,14 +155,15 @@ INLINE float cap_scores(const Cached *c, float (*scores)[16], int64_t count) {
     return LOG2_E;
 }
 
-/* 32 numbers of both values of a pair, alternating: the first four of each eight, then the last four. Zeros where nobody
-   looks. */
-INLINE void load_values(const Span *span, int64_t pair, int64_t i, int64_t head_dim, __m512i to[2]) {
+/* 32 numbers of the values of a pair of keys, `pair` and 16 behind it, alternating: of each eight numbers the first
+   four, then the last four. Zeros where nobody looks. */
+INLINE void load_values(const Span *span, int64_t part, int64_t pair, int64_t i, int64_t head_dim, __m512i to[2]) {
+    static const char zeros[64];
     __m512i rows[2];
     for (int j = 0; j < 2; j++) {
-        const int64_t inside = 2 * pair + j, key = span->start + inside;
-        const char *from = span->keys[inside / 16] + span->to_values + 2 * (inside % 16 * head_dim + i);
-        rows[j] = _mm512_maskz_loadu_epi16(key >= span->first && key < span->end ? 0xffffffff : 0, from);
+        const int64_t key = span->start + part * PART + 16 * j + pair;
+        const char *from = span->keys[2 * part + j] + span->to_values + 2 * (pair * head_dim + i);
+        rows[j] = _mm512_loadu_si512(key >= span->first && key < span->end ? from : zeros);
     }
     to[0] = _mm512_unpacklo_epi16(rows[0], rows[1]), to[1] = _mm512_unpackhi_epi16(rows[0], rows[1]);
 }
@@ -174,7 +198,7 @@ static void turn_values(const Cached *c, const Span *span, int64_t end, int64_t 
             float pairs[2][16][16] __attribute__((aligned(64)));
             for (int p = 0; p < 16; p++) {
                 __m512i both[2];
-                load_values(span, part * 16 + p, i, head_dim, both);
+                load_values(span, part, p, i, head_dim, both);
                 _mm512_store_si512(pairs[0][p], both[0]);
                 _mm512_store_si512(pairs[1][p], both[1]);
             }
@@ -185,69 +209,43 @@ static void turn_values(const Cached *c, const Span *span, int64_t end, int64_t 
     }
 }
 
-/* Shares of the parts of a span from `from` to `to`, as right inputs of tiles. Returns by how much the earlier ones
-   fade. */
-INLINE __m512 lanes_shares(const Cached *c, Lanes *l, int64_t start, int64_t from, int64_t to, float (*scores)[16],
-                           uint8_t (*shares)[SPAN / PART][TILE_BYTES]) {
-    const int64_t first = from * PART, end = to * PART;
-    const __m512 scale = _mm512_set1_ps(cap_scores(c, scores + first, end - first));
-    __m512 most = _mm512_set1_ps(-INFINITY);
-    if (start + first < l->all_first || start + end > l->all_end)
-        for (int64_t i = first; i < end; i++) {
-            const __m512i key = _mm512_set1_epi32(start + i);
-            const __mmask16 seen = _mm512_cmple_epi32_mask(l->firsts, key) & _mm512_cmplt_epi32_mask(key, l->ends);
-            _mm512_storeu_ps(scores[i],
-                             _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, _mm512_loadu_ps(scores[i])));
-        }
-    for (int64_t i = first; i < end; i++) most = _mm512_max_ps(most, _mm512_loadu_ps(scores[i]));
-    most = _mm512_max_ps(l->most, _mm512_mul_ps(most, scale));
-    const __m512 fade = power_of_two(_mm512_sub_ps(l->most, most));
-    l->most = most;
-    const __m512i alternate = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
-                                               6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    for (int64_t j = 0; j < 16; j += 2) {
-        __m512 even_sum = _mm512_setzero_ps(), odd_sum = _mm512_setzero_ps();
-        for (int64_t i = first + j; i < end; i += 16) {
-            const __m512 even = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(scores[i]), scale, most));
-            const __m512 odd = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(scores[i + 1]), scale, most));
-            even_sum = _mm512_add_ps(even_sum, even), odd_sum = _mm512_add_ps(odd_sum, odd);
-            const __m512i rounded = rounded_pair(even, odd), rest = rest_of_pair(even, odd, rounded);
-            _mm512_store_si512(shares[0][0] + 32 * i, _mm512_permutexvar_epi16(alternate, rounded));
-            _mm512_store_si512(shares[1][0] + 32 * i, _mm512_permutexvar_epi16(alternate, rest));
-        }
-        _mm512_store_ps(l->totals[j], _mm512_fmadd_ps(_mm512_load_ps(l->totals[j]), fade, even_sum));
-        _mm512_store_ps(l->totals[j + 1], _mm512_fmadd_ps(_mm512_load_ps(l->totals[j + 1]), fade, odd_sum));
-    }
-    return fade;
-}
+/* Shares times turned values, added to `sums` [head_dim, 16]. */
+typedef struct {
+    const uint8_t *values;
+    uint8_t (*shares)[SPLIT][TILE_BYTES];
+    int64_t from, to, head_dim;
+    float (*sums)[16];
+} Adding;
 
-/* Add shares times turned values to `sums` [head_dim, 16]. */
-static void add_turned(const uint8_t *values, uint8_t (*shares)[SPAN / PART][TILE_BYTES], int64_t from, int64_t to,
-                       int64_t head_dim, float (*sums)[16]) {
+static void add(const Adding *a) {
     COMPILER_BARRIER;
-    for (int64_t i = 0; i < head_dim; i += 64) {
-        const int is_whole = i + 64 <= head_dim;
-        float (*own)[16] = sums + i;
+    for (int64_t i = 0; a->from < a->to && i < a->head_dim; i += 64) {
+        const int is_whole = i + 64 <= a->head_dim;
+        float (*own)[16] = a->sums + i;
         _tile_loadd(0, own, 64);
         _tile_loadd(1, own + 16, 64);
         if (is_whole) {
             _tile_loadd(2, own + 32, 64);
             _tile_loadd(3, own + 48, 64);
         }
-        for (int64_t part = from; part < to; part++)
-            for (int j = 0; j < SPLIT; j++) {
-                const uint8_t *tile = values + (part * head_dim + i) / 16 * TILE_BYTES;
-                _tile_loadd(4, shares[j][part], 64);
-                _tile_loadd(5, tile, 64);
-                _tile_dpbf16ps(0, 5, 4);
-                _tile_loadd(6, tile + TILE_BYTES, 64);
-                _tile_dpbf16ps(1, 6, 4);
-                if (!is_whole) continue;
-                _tile_loadd(7, tile + 2 * TILE_BYTES, 64);
-                _tile_dpbf16ps(2, 7, 4);
-                _tile_loadd(5, tile + 3 * TILE_BYTES, 64);
-                _tile_dpbf16ps(3, 5, 4);
-            }
+        for (int64_t part = a->from; part < a->to; part++) {
+            const uint8_t *values = a->values + (part * a->head_dim + i) / 16 * TILE_BYTES;
+            _tile_loadd(4, a->shares[part][0], 64);
+            _tile_loadd(5, a->shares[part][1], 64);
+            _tile_loadd(6, values, 64);
+            _tile_dpbf16ps(0, 6, 4);
+            _tile_dpbf16ps(0, 6, 5);
+            _tile_loadd(7, values + TILE_BYTES, 64);
+            _tile_dpbf16ps(1, 7, 4);
+            _tile_dpbf16ps(1, 7, 5);
+            if (!is_whole) continue;
+            _tile_loadd(6, values + 2 * TILE_BYTES, 64);
+            _tile_dpbf16ps(2, 6, 4);
+            _tile_dpbf16ps(2, 6, 5);
+            _tile_loadd(7, values + 3 * TILE_BYTES, 64);
+            _tile_dpbf16ps(3, 7, 4);
+            _tile_dpbf16ps(3, 7, 5);
+        }
         _tile_stored(0, own, 64);
         _tile_stored(1, own + 16, 64);
         if (!is_whole) continue;
@@ -255,6 +253,44 @@ static void add_turned(const uint8_t *values, uint8_t (*shares)[SPAN / PART][TIL
         _tile_stored(3, own + 48, 64);
     }
     COMPILER_BARRIER;
+}
+
+/* Shares of the parts of a span from `from` to `to`, as right inputs of tiles, [part, SPLIT]. Returns by how much the
+   earlier ones fade. */
+INLINE __m512 lanes_shares(const Cached *c, Lanes *l, int64_t start, int64_t from, int64_t to, float (*scores)[16],
+                           uint8_t (*shares)[SPLIT][TILE_BYTES]) {
+    const int64_t first = from * PART, end = to * PART;
+    const __m512 scale = _mm512_set1_ps(cap_scores(c, scores + first, end - first));
+    if (start + first < l->all_first || start + end > l->all_end)
+        for (int64_t i = first; i < end; i++) {
+            const __m512i key = _mm512_set1_epi32(start + i);
+            const __mmask16 seen = _mm512_cmple_epi32_mask(l->firsts, key) & _mm512_cmplt_epi32_mask(key, l->ends);
+            _mm512_store_ps(scores[i], _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, _mm512_load_ps(scores[i])));
+        }
+    __m512 mosts[4];
+    for (int j = 0; j < 4; j++) mosts[j] = _mm512_set1_ps(-INFINITY);
+    for (int64_t i = first; i < end; i += 4)
+        for (int j = 0; j < 4; j++) mosts[j] = _mm512_max_ps(mosts[j], _mm512_load_ps(scores[i + j]));
+    mosts[0] = _mm512_max_ps(_mm512_max_ps(mosts[0], mosts[1]), _mm512_max_ps(mosts[2], mosts[3]));
+    const __m512 most = _mm512_max_ps(l->most, _mm512_mul_ps(mosts[0], scale));
+    const __m512 fade = power_of_two(_mm512_sub_ps(l->most, most));
+    l->most = most;
+    for (int64_t j = 0; j < 16; j++) {
+        __m512 sum = _mm512_setzero_ps();
+        for (int64_t part = from; part < to; part++) {
+            __m512i both[SPLIT];
+            __m512 two[2];
+            for (int k = 0; k < 2; k++) {
+                const __m512 score = _mm512_load_ps(scores[part * PART + 16 * k + j]);
+                two[k] = power_of_two(_mm512_fmsub_ps(score, scale, most));
+                sum = _mm512_add_ps(sum, two[k]);
+            }
+            split_pair(two[0], two[1], both);
+            for (int k = 0; k < SPLIT; k++) _mm512_store_si512(shares[part][k] + 64 * j, both[k]);
+        }
+        _mm512_store_ps(l->totals[j], _mm512_fmadd_ps(_mm512_load_ps(l->totals[j]), fade, sum));
+    }
+    return fade;
 }
 
 static Lanes lanes_of(const View *views, int64_t count, const float *mosts, const __m512 *totals) {
@@ -278,15 +314,31 @@ static Lanes lanes_of(const View *views, int64_t count, const float *mosts, cons
     return l;
 }
 
+typedef struct {
+    float scores[2][SPAN][16];
+    uint8_t apart[512];
+    uint8_t shares[2][SPAN / PART][SPLIT][TILE_BYTES];
+} Apart;
+
+/* What those number `n` of the lanes see of a span; nothing behind the last ones. */
+INLINE Scoring scoring_of(const Span *span, const Lanes *lanes, int64_t num, int64_t n, const uint8_t *queries,
+                          float (*scores)[SPAN][16], int64_t head_dim) {
+    Scoring s = {span, queries + n * SPLIT * head_dim / 32 * TILE_BYTES, 0, 0, head_dim, scores[n % 2]};
+    if (n == num || lanes[n].end <= span->start || lanes[n].first >= span->start + SPAN) return s;
+    s.from = lanes[n].first > span->start ? (lanes[n].first - span->start) / PART : 0;
+    s.to = lanes[n].end < span->start + SPAN ? (lanes[n].end - span->start + PART - 1) / PART : SPAN / PART;
+    return s;
+}
+
 static __attribute__((noinline)) void look_by_lanes(const Cached *c, const View *views, int64_t count, Found found,
                                                     int64_t head_dim) {
     const int64_t num = (count + 15) / 16, query_bytes = SPLIT * head_dim / 32 * TILE_BYTES;
     const int64_t stride = (head_dim + 63) / 64 * 64;
     Lanes lanes[num];
-    float sums[num][head_dim][16] __attribute__((aligned(64))), scores[SPAN][16] __attribute__((aligned(64)));
+    float sums[num][head_dim][16] __attribute__((aligned(64)));
+    Apart a __attribute__((aligned(64)));
     uint8_t queries[num * query_bytes] __attribute__((aligned(64)));
     uint8_t values[2 * SPAN * head_dim] __attribute__((aligned(64)));
-    uint8_t shares[SPLIT][SPAN / PART][TILE_BYTES] __attribute__((aligned(64)));
     int64_t first = INT64_MAX, end = 0;
     memset(sums, 0, sizeof sums);
     for (int64_t n = 0; n < num; n++) {
@@ -300,18 +352,23 @@ static __attribute__((noinline)) void look_by_lanes(const Cached *c, const View 
     for (int64_t start = first / SPAN * SPAN; start < end; start += SPAN) {
         const Span span = span_at(c, start, first, end, head_dim);
         turn_values(c, &span, end, head_dim, values);
+        /* Tiles are two steps apart from vectors, so that neither waits for what the other has just made. */
+        Adding adding = {0};
+        Scoring scoring = scoring_of(&span, lanes, num, 0, queries, a.scores, head_dim);
+        score(&scoring);
         for (int64_t n = 0; n < num; n++) {
-            Lanes *l = lanes + n;
-            if (l->end <= start || l->first >= start + SPAN) continue;
-            const int64_t from = l->first > start ? (l->first - start) / PART : 0;
-            const int64_t to = l->end < start + SPAN ? (l->end - start + PART - 1) / PART : SPAN / PART;
-            tile_scores(&span, from, to, queries + n * query_bytes, head_dim, scores);
-            const __m512 fade = lanes_shares(c, l, start, from, to, scores, shares);
+            const int64_t from = scoring.from, to = scoring.to;
+            scoring = scoring_of(&span, lanes, num, n + 1, queries, a.scores, head_dim);
+            score(&scoring);
+            add(&adding);
+            adding = (Adding){values, a.shares[n % 2], from, to, head_dim, sums[n]};
+            if (from == to) continue;
+            const __m512 fade = lanes_shares(c, lanes + n, start, from, to, a.scores[n % 2], a.shares[n % 2]);
             if (_mm512_cmp_ps_mask(fade, _mm512_set1_ps(1), _CMP_NEQ_UQ))
                 for (int64_t i = 0; i < head_dim; i++)
                     _mm512_store_ps(sums[n][i], _mm512_mul_ps(_mm512_load_ps(sums[n][i]), fade));
-            add_turned(values, shares, from, to, head_dim, sums[n]);
         }
+        add(&adding);
     }
     for (int64_t n = 0; n < num; n++) {
         float turned[2][16][16];
@@ -347,7 +404,7 @@ INLINE void turn_four(float (*rows)[16], int64_t q, __m512 *to) {
 }
 
 /* Add shares times values to `sums` [16, head_dim]. */
-static void add_values(const Cached *c, const Span *span, int64_t end, uint8_t (*shares)[SPAN / PART][TILE_BYTES],
+static void add_values(const Cached *c, const Span *span, int64_t end, uint8_t (*shares)[SPLIT][TILE_BYTES],
                        int64_t from, int64_t to, int64_t head_dim, float *sums) {
     const int64_t stride = 4 * head_dim;
     for (int64_t i = 0; i < head_dim; i += 64) {
@@ -365,19 +422,23 @@ static void add_values(const Cached *c, const Span *span, int64_t end, uint8_t (
             if (!i) fetch_part(c, span->start + SPAN + part * PART, end, head_dim);
             for (int p = 0; p < 16; p++)
                 for (int k = 0; k < 1 + is_whole; k++)
-                    load_values(span, part * 16 + p, i + 32 * k, head_dim, (__m512i *)values[p] + 2 * k);
+                    load_values(span, part, p, i + 32 * k, head_dim, (__m512i *)values[p] + 2 * k);
             COMPILER_BARRIER;
-            for (int j = 0; j < SPLIT; j++) {
-                _tile_loadd(4, shares[j][part], 64);
-                _tile_loadd(5, values[0], 4 * BLOCK);
-                _tile_dpbf16ps(0, 4, 5);
-                _tile_loadd(6, values[0] + 64, 4 * BLOCK);
-                _tile_dpbf16ps(1, 4, 6);
-                if (!is_whole) continue;
-                _tile_loadd(7, values[0] + 128, 4 * BLOCK);
-                _tile_dpbf16ps(2, 4, 7);
-                _tile_loadd(5, values[0] + 192, 4 * BLOCK);
-                _tile_dpbf16ps(3, 4, 5);
+            _tile_loadd(4, shares[part][0], 64);
+            _tile_loadd(5, shares[part][1], 64);
+            _tile_loadd(6, values[0], 4 * BLOCK);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(0, 5, 6);
+            _tile_loadd(7, values[0] + 64, 4 * BLOCK);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(1, 5, 7);
+            if (is_whole) {
+                _tile_loadd(6, values[0] + 128, 4 * BLOCK);
+                _tile_dpbf16ps(2, 4, 6);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_loadd(7, values[0] + 192, 4 * BLOCK);
+                _tile_dpbf16ps(3, 4, 7);
+                _tile_dpbf16ps(3, 5, 7);
             }
             COMPILER_BARRIER;
         }
@@ -396,7 +457,7 @@ static __attribute__((noinline)) void look_by_rows(const Cached *c, const View *
     const int64_t stride = (head_dim + 63) / 64 * 64;
     uint8_t queries[SPLIT * head_dim / 32 * TILE_BYTES] __attribute__((aligned(64)));
     float sums[16][head_dim] __attribute__((aligned(64))), scores[SPAN][16] __attribute__((aligned(64)));
-    uint8_t shares[SPLIT][SPAN / PART][TILE_BYTES] __attribute__((aligned(64)));
+    uint8_t shares[SPAN / PART][SPLIT][TILE_BYTES] __attribute__((aligned(64)));
     float mosts[16], fades[16];
     __m512 rows[SPAN / 16][16];
     memset(sums, 0, sizeof sums);
@@ -413,7 +474,8 @@ static __attribute__((noinline)) void look_by_rows(const Cached *c, const View *
     for (int64_t start = first / SPAN * SPAN; start < end; start += SPAN) {
         const Span span = span_at(c, start, first, end, head_dim);
         const int64_t from = (span.first - start) / PART, to = (span.end - start + PART - 1) / PART;
-        tile_scores(&span, from, to, queries, head_dim, scores);
+        const Scoring scoring = {&span, queries, from, to, head_dim, scores};
+        score(&scoring);
         const float scale = cap_scores(c, scores + from * PART, (to - from) * PART);
         for (int64_t i = 2 * from; i < 2 * to; i++)
             for (int64_t q = 0; q < count; q += 4) turn_four(scores + 16 * i, q, rows[i] + q);
@@ -442,9 +504,9 @@ static __attribute__((noinline)) void look_by_rows(const Cached *c, const View *
                     two[j] = power_of_two(_mm512_fmsub_ps(rows[2 * part + j][q], _mm512_set1_ps(scale), most));
                     total = _mm512_add_ps(total, two[j]);
                 }
-                const __m512i rounded = rounded_pair(two[0], two[1]);
-                _mm512_store_si512(shares[0][part] + 64 * q, rounded);
-                _mm512_store_si512(shares[1][part] + 64 * q, rest_of_pair(two[0], two[1], rounded));
+                __m512i both[SPLIT];
+                split_pair(two[0], two[1], both);
+                for (int j = 0; j < SPLIT; j++) _mm512_store_si512(shares[part][j] + 64 * q, both[j]);
             }
             found.totals[q] = _mm512_fmadd_ps(found.totals[q], _mm512_set1_ps(fades[q]), total);
             if (fades[q] != 1)
@@ -466,9 +528,31 @@ INLINE int has_tiles_for(int64_t head_dim, int64_t block_size, int half) {
 /* Queries that share turned values: as many as the L2 cache has room for. */
 INLINE int64_t most_queries(int64_t head_dim) { return head_dim < 1024 ? 16384 / head_dim / 16 * 16 : 16; }
 
-/* `count` queries look at what each sees. `found` has what came before, and no values yet. */
+/* Whether the values of the keys from `key` to `end` are finite: a share of 0 leaves no trace of those. */
+static int are_finite(const Cached *c, int64_t key, int64_t end, int64_t head_dim) {
+    const __m512i exponent = _mm512_set1_epi16(0x7f80);
+    __mmask32 found = 0;
+    for (; key < end; key++) {
+        const uint16_t *value = (const uint16_t *)c->pool + place_of(c, key, head_dim) + to_values(c, head_dim);
+        for (int64_t i = 0; i < head_dim; i += 32) {
+            const __m512i numbers = _mm512_and_si512(_mm512_loadu_si512(value + i), exponent);
+            found |= _mm512_cmpeq_epi16_mask(numbers, exponent);
+        }
+    }
+    return !found;
+}
+
+/* The queries of some tokens, one behind the other, look at what each sees. `found` has what came before, and no
+   values yet. */
 static void look_on_tiles(const Cached *c, const View *views, int64_t count, Found found, int64_t head_dim) {
-    (count > 16 ? look_by_lanes : look_by_rows)(c, views, count, found, head_dim);
+    const View *last = views + count - 1;
+    int64_t each = count;
+    if (!are_finite(c, views->first, last->first, head_dim) || !are_finite(c, views->end, last->end, head_dim))
+        for (each = 1; views[each].end == views->end && each < count;) each++;
+    for (int64_t q = 0; q < count; q += each) {
+        const Found own = {found.most + q, found.sums + q * ((head_dim + 63) / 64 * 64), found.totals + q};
+        (each > 16 ? look_by_lanes : look_by_rows)(c, views + q, each, own, head_dim);
+    }
 }
 #else
 INLINE int has_tiles_for(int64_t head_dim, int64_t block_size, int half) { return 0; }
