@@ -1,10 +1,10 @@
 /* Attention on AMX tiles, in bfloat16, for heads of a multiple of 32 numbers.
 
-   Keys are taken in spans at multiples of SPAN, and of these in parts of 32. Queries are sums of two bfloat16 numbers
-   each, so that scores are as good as in float32, and so are the shares, e^(score - most). A tile adds up products in
-   one order, whichever of its inputs is left and which right: those of even numbers, those of odd ones, then both to
-   what was there; and a share of 0 changes nothing. So two ways lead to the same bits: one for few queries, such as
-   those of one token, and one for many, which share what must be done to each value. */
+   Keys are taken in spans at multiples of SPAN, and of these in parts of 32. Queries, and the shares e^(score - most),
+   enter tiles as sums of two bfloat16 numbers, 16 bits of float32's 24. A tile adds up products in one order, whichever
+   of its inputs is left and which right: those of even numbers, those of odd ones, then both to what was there; and a
+   share of 0 changes nothing. So two ways lead to the same bits: one for few queries, such as those of one token, and
+   one for many, which share what must be done to each value. */
 
 #pragma once
 
@@ -22,7 +22,7 @@ typedef struct {
 #if defined __AMX_BF16__ && defined __linux__
 enum { SPAN = 128, PART = 32 }; /* keys */
 enum { TILE_BYTES = 1024 };
-enum { SPLIT = 2 }; /* tiles of a number's parts: what it is rounded to, and the rest */
+enum { SPLIT = 2 }; /* tiles of numbers: of their upper halves, and of the rests */
 #define LOG2_E 1.44269504f
 #define LOWEST -1e30f /* below any score; its distance from itself is 0 */
 
@@ -314,12 +314,6 @@ static Lanes lanes_of(const View *views, int64_t count, const float *mosts, cons
     return l;
 }
 
-typedef struct {
-    float scores[2][SPAN][16];
-    uint8_t apart[512];
-    uint8_t shares[2][SPAN / PART][SPLIT][TILE_BYTES];
-} Apart;
-
 /* What those number `n` of the lanes see of a span; nothing behind the last ones. */
 INLINE Scoring scoring_of(const Span *span, const Lanes *lanes, int64_t num, int64_t n, const uint8_t *queries,
                           float (*scores)[SPAN][16], int64_t head_dim) {
@@ -336,7 +330,8 @@ static __attribute__((noinline)) void look_by_lanes(const Cached *c, const View 
     const int64_t stride = (head_dim + 63) / 64 * 64;
     Lanes lanes[num];
     float sums[num][head_dim][16] __attribute__((aligned(64)));
-    Apart a __attribute__((aligned(64)));
+    float scores[2][SPAN][16] __attribute__((aligned(64)));
+    uint8_t shares[2][SPAN / PART][SPLIT][TILE_BYTES] __attribute__((aligned(64)));
     uint8_t queries[num * query_bytes] __attribute__((aligned(64)));
     uint8_t values[2 * SPAN * head_dim] __attribute__((aligned(64)));
     int64_t first = INT64_MAX, end = 0;
@@ -354,16 +349,16 @@ static __attribute__((noinline)) void look_by_lanes(const Cached *c, const View 
         turn_values(c, &span, end, head_dim, values);
         /* Tiles are two steps apart from vectors, so that neither waits for what the other has just made. */
         Adding adding = {0};
-        Scoring scoring = scoring_of(&span, lanes, num, 0, queries, a.scores, head_dim);
+        Scoring scoring = scoring_of(&span, lanes, num, 0, queries, scores, head_dim);
         score(&scoring);
         for (int64_t n = 0; n < num; n++) {
             const int64_t from = scoring.from, to = scoring.to;
-            scoring = scoring_of(&span, lanes, num, n + 1, queries, a.scores, head_dim);
+            scoring = scoring_of(&span, lanes, num, n + 1, queries, scores, head_dim);
             score(&scoring);
             add(&adding);
-            adding = (Adding){values, a.shares[n % 2], from, to, head_dim, sums[n]};
+            adding = (Adding){values, shares[n % 2], from, to, head_dim, sums[n]};
             if (from == to) continue;
-            const __m512 fade = lanes_shares(c, lanes + n, start, from, to, a.scores[n % 2], a.shares[n % 2]);
+            const __m512 fade = lanes_shares(c, lanes + n, start, from, to, scores[n % 2], shares[n % 2]);
             if (_mm512_cmp_ps_mask(fade, _mm512_set1_ps(1), _CMP_NEQ_UQ))
                 for (int64_t i = 0; i < head_dim; i++)
                     _mm512_store_ps(sums[n][i], _mm512_mul_ps(_mm512_load_ps(sums[n][i]), fade));

@@ -341,7 +341,8 @@ INLINE int64_t first_key(const Layer *l, const Token *token) {
 
 /* Tokens of a sequence that attend together, so that its keys are read once for all; as many as the caches have room
    for, and few enough for every thread to have some. */
-INLINE int64_t most_together(const Thread *t, const Model *m, const Layer *l, int64_t rows, int64_t head_dim, int half) {
+INLINE int64_t most_together(const Thread *t, const Model *m, const Layer *l, int64_t rows, int64_t head_dim,
+                             int half) {
     const int64_t group_size = l->num_q_heads / l->num_kv_heads;
     if (has_tiles_for(head_dim, m->block_size, half)) {
         const int64_t most = most_queries(head_dim) / group_size, fair = rows * l->num_kv_heads / (4 * t->count);
@@ -399,8 +400,8 @@ INLINE void attend(Thread *t, const Model *m, const Layer *l, const Token *token
     NEXT(item, t, parts * H) {
         const int64_t first = firsts[item / H], count = firsts[item / H + 1] - first, head = item % H;
         const int64_t num = count * group_size, padded = (num + ABREAST - 1) / ABREAST * ABREAST;
-        const Cached cached = {l->pool,       table_of(tokens + first, l), head, H, l->num_blocks, m->block_size,
-                               l->scaling, l->softcap};
+        const Cached cached = {l->pool,       table_of(tokens + first, l), head,       H,
+                               l->num_blocks, m->block_size,               l->scaling, l->softcap};
         const float *queries[padded];
         View views[padded];
         float most[padded], sums[padded * stride];

@@ -464,6 +464,7 @@ def test_steps(dtype: torch.dtype, config: dict[str, Any], lengths: list[tuple[i
 @example({"kind": LlamaConfig, "head_dim": 64, "group": 3, **SMALL}, [300, 1], 0)
 @example({"kind": MistralConfig, "head_dim": 16, "group": 1, **SMALL}, [17, 1, 1, 150], 5)
 @example({"kind": Qwen3Config, "head_dim": 24, "group": 2, **SMALL}, [90], 7)  # no whole vectors
+@example({"kind": MistralConfig, "head_dim": 96, "group": 4, **SMALL}, [100], 9)  # tiles, within a window
 @example({"kind": Qwen3Config, "head_dim": 128, "group": 7, **SMALL}, [], 1)
 def test_a_prompt_has_the_same_bits_however_it_is_cut(
     processor: str, dtype: torch.dtype, config: dict[str, Any], cuts: list[int], beside: int
@@ -491,6 +492,26 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(
     assert torch.equal(torch.cat(found), expected)
     for before, pool in zip(left, runner.pools(0), strict=True):
         assert torch.equal(pool.memory[:, cut], before[:, whole])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_that_are_no_numbers_reach_no_token_before_them(processor: str, dtype: torch.dtype) -> None:
+    """Though all tokens of a step may look at their keys together."""
+    model = make_model({"kind": MistralConfig, "head_dim": 64, "group": 2, **SMALL}, dtype)
+    layer = model.model.layers[0].self_attn
+    with torch.no_grad():  # the first number of the stream, which one token alone has, makes its values infinite
+        model.model.embed_tokens.weight[:, 0] = 0
+        model.model.embed_tokens.weight[169, 0] = 1
+        layer.v_proj.weight[:, 0] = torch.finfo(dtype).max
+    runner = Runner(model, BLOCK, 256, ProductMaker(None, torch.device("cpu"), kernels()), kernels())
+    runner.allocate([10])
+    ids = [i * i % 168 for i in range(60)]
+    found = [
+        of_segments(runner.forward([Segment(tokens, 0, [list(range(5))], True, scores=True)])).clone()
+        for tokens in (ids, [*ids[:50], 169, *ids[51:]])
+    ]
+    assert torch.equal(found[0][:50], found[1][:50])
+    assert not found[1][50:].isfinite().any()
 
 
 def test_steps_of_many_tokens_are_left_to_torch() -> None:
