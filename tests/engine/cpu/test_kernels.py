@@ -495,23 +495,21 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_values_that_are_no_numbers_reach_no_token_before_them(processor: str, dtype: torch.dtype) -> None:
-    """Though all tokens of a step may look at their keys together."""
+def test_values_that_are_no_numbers_reach_no_token_that_does_not_see_them(processor: str, dtype: torch.dtype) -> None:
+    """Though the tokens of a step look at keys together, some of which are behind the windows of the last ones."""
     model = make_model({"kind": MistralConfig, "head_dim": 64, "group": 2, **SMALL}, dtype)
-    layer = model.model.layers[0].self_attn
-    with torch.no_grad():  # the first number of the stream, which one token alone has, makes its values infinite
-        model.model.embed_tokens.weight[:, 0] = 0
-        model.model.embed_tokens.weight[169, 0] = 1
-        layer.v_proj.weight[:, 0] = torch.finfo(dtype).max
     runner = Runner(model, BLOCK, 256, ProductMaker(None, torch.device("cpu"), kernels()), kernels())
-    runner.allocate([10])
-    ids = [i * i % 168 for i in range(60)]
-    found = [
-        of_segments(runner.forward([Segment(tokens, 0, [list(range(5))], True, scores=True)])).clone()
-        for tokens in (ids, [*ids[:50], 169, *ids[51:]])
-    ]
-    assert torch.equal(found[0][:50], found[1][:50])
-    assert not found[1][50:].isfinite().any()
+    assert runner._compiled is not None
+    runner.allocate([5])
+    ids, tables, found = [i * i % 170 for i in range(70)], [list(range(5))], []
+    for value in (0, torch.inf):
+        runner.forward([Segment(ids[:20], 0, tables, True)])
+        with torch.inference_mode():
+            list(runner.pools(0))[-1].memory[2:, 0, 5] = value  # of the last layer's two heads
+        found.append(runner.forward([Segment(ids[20:], 20, tables, True, scores=True)]).logits.clone())
+    seeing = 5 + SMALL["sliding_window"] - 20
+    assert torch.equal(found[0][seeing:], found[1][seeing:])
+    assert not found[1][0].isfinite().any()
 
 
 def test_steps_of_many_tokens_are_left_to_torch() -> None:
