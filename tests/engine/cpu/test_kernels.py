@@ -464,6 +464,7 @@ def test_steps(dtype: torch.dtype, config: dict[str, Any], lengths: list[tuple[i
 @example({"kind": LlamaConfig, "head_dim": 64, "group": 3, **SMALL}, [300, 1], 0)
 @example({"kind": MistralConfig, "head_dim": 16, "group": 1, **SMALL}, [17, 1, 1, 150], 5)
 @example({"kind": Qwen3Config, "head_dim": 24, "group": 2, **SMALL}, [90], 7)  # no whole vectors
+@example({"kind": MistralConfig, "head_dim": 96, "group": 4, **SMALL}, [100], 9)  # tiles, within a window
 @example({"kind": Qwen3Config, "head_dim": 128, "group": 7, **SMALL}, [], 1)
 def test_a_prompt_has_the_same_bits_however_it_is_cut(
     processor: str, dtype: torch.dtype, config: dict[str, Any], cuts: list[int], beside: int
@@ -491,6 +492,24 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(
     assert torch.equal(torch.cat(found), expected)
     for before, pool in zip(left, runner.pools(0), strict=True):
         assert torch.equal(pool.memory[:, cut], before[:, whole])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_that_are_no_numbers_reach_no_token_that_does_not_see_them(processor: str, dtype: torch.dtype) -> None:
+    """Though the tokens of a step look at keys together, some of which are behind the windows of the last ones."""
+    model = make_model({"kind": MistralConfig, "head_dim": 64, "group": 2, **SMALL}, dtype)
+    runner = Runner(model, BLOCK, 256, ProductMaker(None, torch.device("cpu"), kernels()), kernels())
+    assert runner._compiled is not None
+    runner.allocate([5])
+    ids, tables, found = [i * i % 170 for i in range(70)], [list(range(5))], []
+    for value in (0, torch.inf):
+        runner.forward([Segment(ids[:20], 0, tables, True)])
+        with torch.inference_mode():
+            list(runner.pools(0))[-1].memory[2:, 0, 5] = value  # of the last layer's two heads
+        found.append(runner.forward([Segment(ids[20:], 20, tables, True, scores=True)]).logits.clone())
+    seeing = 5 + SMALL["sliding_window"] - 20
+    assert torch.equal(found[0][seeing:], found[1][seeing:])
+    assert not found[1][0].isfinite().any()
 
 
 def test_steps_of_many_tokens_are_left_to_torch() -> None:
