@@ -101,7 +101,7 @@ def make_model(dtype: torch.dtype = torch.bfloat16, spread: float = 0.02, kind: 
         shape |= {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_state": 24}
         types = ["full_attention" if index == 3 else "linear_attention" for index in range(6)]
         shape |= {"layer_types": types} if kind is GraniteMoeHybridConfig else {"attn_layer_indices": [3]}
-    config = kind(**shape, **more, num_key_value_heads=2, num_hidden_layers=6, initializer_range=spread)
+    config = kind(**shape | more, num_key_value_heads=2, num_hidden_layers=6, initializer_range=spread)
     make: Any = AutoModelForCausalLM.from_config
     model = make(config, attn_implementation=ATTENTION, dtype=dtype).eval()
     for name, parameter in model.named_parameters():
@@ -611,16 +611,25 @@ def test_what_is_wrong_in_the_choice_of_experts_by_sigmoids_is_refused_and_named
 
 @compiled
 @pytest.mark.parametrize(
-    "right, wrong, reason",
+    "head_dim, right, wrong, reason",
     [
-        ("behind ? tokens[first + r].position + 1 : from", "behind ? tokens[first + r].position : from", "layer 0"),
-        ("shares[q] = _mm512_mul_ps(shares[q], _mm512_set1_ps(l->scaling));", "", "computes tokens together"),
+        (16, "behind ? tokens[r].position + 1 : from", "behind ? tokens[r].position : from", "layer 0"),
+        (16, "shares[q] = _mm512_mul_ps(shares[q], _mm512_set1_ps(c->scaling));", "", "computes tokens together"),
+        (64, "token->position + 1};", "token->position};", "layer 0"),
+        (64, "set1_ps(cap_scores(c, scores + first, end - first))", "set1_ps(LOG2_E)", "computes tokens together"),
     ],
-    ids=["the last key of each query is forgotten", "tokens that attend together do not scale"],
+    ids=[
+        "the last key of each query is forgotten",
+        "tokens that attend together do not scale",
+        "the last key of each query is forgotten by tiles",
+        "tokens that attend together on tiles do not scale",
+    ],
 )
 def test_a_wrong_kernel_is_refused(
-    right: str, wrong: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    head_dim: int, right: str, wrong: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if head_dim % 32 == 0 and not load_kernels().has_tiles:
+        pytest.skip("needs a processor with AMX")
     sources = []
     for source in variants.SOURCES:
         sources.append(tmp_path / source.name)
@@ -629,7 +638,7 @@ def test_a_wrong_kernel_is_refused(
     monkeypatch.setattr(variants, "SOURCES", tuple(sources))
     quick = ["-Dalways_inline=unused", *("-O0" if option == "-O3" else option for option in variants.OPTIONS)]
     monkeypatch.setattr("penstock.engine.cpu.compiling.OPTIONS", quick)
-    made = run(make_model(), load_kernels(cache=tmp_path))
+    made = run(make_model(head_dim=head_dim), load_kernels(cache=tmp_path))
     assert made._compiled is None and reason in made.uncompiled
 
 
