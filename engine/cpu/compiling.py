@@ -112,7 +112,7 @@ def _compile(compiler: str, cache: Path, options: Sequence[str], start: str) -> 
 
 
 def _compile_alone(compiler: str, cache: Path, options: Sequence[str], start: str) -> Path:
-    _log.info("compiling the kernels for this CPU, once: that takes 10 to 30 seconds, and longer on a busy machine")
+    _log.info("compiling the kernels for this CPU, once: that takes some 10 seconds, more on a busy machine")
     with tempfile.TemporaryDirectory(dir=cache) as directory:
         compile_to([compiler], options, built := Path(directory) / f"kernels{_SUFFIX}")
         return built.replace(cache / (start + _end(built)))

@@ -501,15 +501,15 @@ def test_values_that_are_no_numbers_reach_no_token_that_does_not_see_them(proces
     runner = Runner(model, BLOCK, 256, ProductMaker(None, torch.device("cpu"), kernels()), kernels())
     assert runner._compiled is not None
     runner.allocate([5])
-    ids, tables, found = [i * i % 170 for i in range(70)], [list(range(5))], []
+    ids, tables, found = [i * i % 170 for i in range(66)], [list(range(5))], []
     for value in (0, torch.inf):
         runner.forward([Segment(ids[:20], 0, tables, True)])
         with torch.inference_mode():
-            list(runner.pools(0))[-1].memory[2:, 0, 5] = value  # of the last layer's two heads
+            list(runner.pools(0))[-1].memory[2:, 0, 5 * 64 : 6 * 64] = value  # of the last layer's two heads
         found.append(runner.forward([Segment(ids[20:], 20, tables, True, scores=True)]).logits.clone())
     seeing = 5 + SMALL["sliding_window"] - 20
     assert torch.equal(found[0][seeing:], found[1][seeing:])
-    assert not found[1][0].isfinite().any()
+    assert not found[1][:seeing].isfinite().any()
 
 
 def test_steps_of_many_tokens_are_left_to_torch() -> None:
