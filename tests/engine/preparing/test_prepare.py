@@ -36,12 +36,22 @@ QUIET = """{% for m in messages %}<|im_start|>{{ m.role }}
 OPEN = QUIET.replace("is defined and enable_thinking", "is defined and not enable_thinking").replace(
     "<think>\n", "<think>\n\n</think>\n\n"
 )
+# It is off for good.
+CLOSED = QUIET.replace("enable_thinking is defined and enable_thinking", "true").replace(
+    "<think>\n", "<think>\n\n</think>\n\n"
+)
 
 
 @pytest.fixture(scope="module")
 def tokenizers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     found = {"plain": Tokenizer(tiny_model)}
-    for name, template in {"hermes": HERMES, "thinking": THINKING, "quiet": QUIET, "open": OPEN}.items():
+    for name, template in {
+        "hermes": HERMES,
+        "thinking": THINKING,
+        "quiet": QUIET,
+        "open": OPEN,
+        "closed": CLOSED,
+    }.items():
         directory = tmp_path_factory.mktemp("models") / name
         shutil.copytree(tiny_model, directory)
         (directory / "chat_template.jinja").write_text(template)
@@ -282,6 +292,7 @@ def test_the_grammar_that_was_asked_for_goes_along_where_a_thought_may_precede_i
         ("open", {}, True),
         ("open", {"reasoning_effort": "high"}, True),
         ("open", {"reasoning_effort": "none"}, False),
+        ("closed", {}, False),
     ],
 )
 def test_an_answer_that_a_grammar_binds_has_a_thought_only_if_thinking_is_on(
