@@ -99,6 +99,21 @@ INLINE void fetch_part(const Cached *c, int64_t key, int64_t end, int64_t head_d
     }
 }
 
+/* Load a tile, and add to another one its products with both parts of what the tiles 4 and 5 hold: it is the left
+   input, or the right one. */
+#define ADD_LEFT(sum, tile, from, stride)                                                                             \
+    do {                                                                                                              \
+        _tile_loadd(tile, from, stride);                                                                              \
+        _tile_dpbf16ps(sum, tile, 4);                                                                                 \
+        _tile_dpbf16ps(sum, tile, 5);                                                                                 \
+    } while (0)
+#define ADD_RIGHT(sum, tile, from, stride)                                                                            \
+    do {                                                                                                              \
+        _tile_loadd(tile, from, stride);                                                                              \
+        _tile_dpbf16ps(sum, 4, tile);                                                                                 \
+        _tile_dpbf16ps(sum, 5, tile);                                                                                 \
+    } while (0)
+
 /* Products of the parts of a span from `from` to `to` with 16 queries -> [SPAN, 16]. */
 typedef struct {
     const Span *span;
@@ -122,19 +137,11 @@ static void score(const Scoring *s) {
             const uint8_t *queries = s->queries + i * SPLIT * TILE_BYTES;
             _tile_loadd(4, queries, 64);
             _tile_loadd(5, queries + TILE_BYTES, 64);
-            _tile_loadd(6, keys[0] + 64 * i, stride);
-            _tile_dpbf16ps(0, 6, 4);
-            _tile_dpbf16ps(0, 6, 5);
-            _tile_loadd(7, keys[1] + 64 * i, stride);
-            _tile_dpbf16ps(1, 7, 4);
-            _tile_dpbf16ps(1, 7, 5);
+            ADD_LEFT(0, 6, keys[0] + 64 * i, stride);
+            ADD_LEFT(1, 7, keys[1] + 64 * i, stride);
             if (!has_two) continue;
-            _tile_loadd(6, keys[2] + 64 * i, stride);
-            _tile_dpbf16ps(2, 6, 4);
-            _tile_dpbf16ps(2, 6, 5);
-            _tile_loadd(7, keys[3] + 64 * i, stride);
-            _tile_dpbf16ps(3, 7, 4);
-            _tile_dpbf16ps(3, 7, 5);
+            ADD_LEFT(2, 6, keys[2] + 64 * i, stride);
+            ADD_LEFT(3, 7, keys[3] + 64 * i, stride);
         }
         _tile_stored(0, own, 64);
         _tile_stored(1, own + 16, 64);
@@ -232,19 +239,11 @@ static void add(const Adding *a) {
             const uint8_t *values = a->values + (part * a->head_dim + i) / 16 * TILE_BYTES;
             _tile_loadd(4, a->shares[part][0], 64);
             _tile_loadd(5, a->shares[part][1], 64);
-            _tile_loadd(6, values, 64);
-            _tile_dpbf16ps(0, 6, 4);
-            _tile_dpbf16ps(0, 6, 5);
-            _tile_loadd(7, values + TILE_BYTES, 64);
-            _tile_dpbf16ps(1, 7, 4);
-            _tile_dpbf16ps(1, 7, 5);
+            ADD_LEFT(0, 6, values, 64);
+            ADD_LEFT(1, 7, values + TILE_BYTES, 64);
             if (!is_whole) continue;
-            _tile_loadd(6, values + 2 * TILE_BYTES, 64);
-            _tile_dpbf16ps(2, 6, 4);
-            _tile_dpbf16ps(2, 6, 5);
-            _tile_loadd(7, values + 3 * TILE_BYTES, 64);
-            _tile_dpbf16ps(3, 7, 4);
-            _tile_dpbf16ps(3, 7, 5);
+            ADD_LEFT(2, 6, values + 2 * TILE_BYTES, 64);
+            ADD_LEFT(3, 7, values + 3 * TILE_BYTES, 64);
         }
         _tile_stored(0, own, 64);
         _tile_stored(1, own + 16, 64);
@@ -421,19 +420,11 @@ static void add_values(const Cached *c, const Span *span, int64_t end, uint8_t (
             COMPILER_BARRIER;
             _tile_loadd(4, shares[part][0], 64);
             _tile_loadd(5, shares[part][1], 64);
-            _tile_loadd(6, values[0], 4 * BLOCK);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(0, 5, 6);
-            _tile_loadd(7, values[0] + 64, 4 * BLOCK);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(1, 5, 7);
+            ADD_RIGHT(0, 6, values[0], 4 * BLOCK);
+            ADD_RIGHT(1, 7, values[0] + 64, 4 * BLOCK);
             if (is_whole) {
-                _tile_loadd(6, values[0] + 128, 4 * BLOCK);
-                _tile_dpbf16ps(2, 4, 6);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_loadd(7, values[0] + 192, 4 * BLOCK);
-                _tile_dpbf16ps(3, 4, 7);
-                _tile_dpbf16ps(3, 5, 7);
+                ADD_RIGHT(2, 6, values[0] + 128, 4 * BLOCK);
+                ADD_RIGHT(3, 7, values[0] + 192, 4 * BLOCK);
             }
             COMPILER_BARRIER;
         }
