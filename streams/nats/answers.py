@@ -7,12 +7,13 @@ from collections.abc import Awaitable, Callable
 from nats.aio.msg import Msg
 
 from ..port import Message, Reply
+from .connection.client import Callback
 from .connection.link import Link
 
-Respond = Callable[[Message, Reply], Awaitable[None]]
+Respond = Callable[[Message, Reply], Awaitable[None] | None]
 
 
-def answering(link: Link, namespace: str, respond: Respond) -> Callable[[Msg], Awaitable[None]]:
+def answering(link: Link, namespace: str, respond: Respond) -> Callback:
     """A callback for a subscription of `link` that has `respond` answer each message.
 
     The answer goes by the same connection, as the server lets no other one answer. None goes where Penstock, JetStream
@@ -20,11 +21,11 @@ def answering(link: Link, namespace: str, respond: Respond) -> Callable[[Msg], A
     which it may not publish itself.
     """
 
-    async def arrived(message: Msg) -> None:
+    def arrived(message: Msg) -> Awaitable[None] | None:
         async def reply(answer: bytes) -> None:
             if message.reply and not message.reply.startswith((f"{namespace}.", "$")):
                 await link.send(message.reply, answer)
 
-        await respond(Message(message.subject, message.data, message.headers or {}), reply)
+        return respond(Message(message.subject, message.data, message.headers or {}), reply)
 
     return arrived

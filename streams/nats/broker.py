@@ -242,23 +242,21 @@ class JetStreamBroker:
         await self._link.send(subject, data)
 
     async def listen(self, subject: str, callback: Callable[[Message], None]) -> _Listening:
-        async def heard(message: Msg) -> None:
+        def heard(message: Msg) -> None:
             callback(Message(message.subject, message.data, message.headers or {}))
 
         return await self._listening(await self._link.subscribe(subject, heard))
 
     async def refuse(self, subject: str, group: str, why: Callable[[Message], str | None]) -> _Listening:
-        async def heard(message: Message, reply: Reply) -> None:
-            if (reason := why(message)) is not None:
-                await reply(orjson.dumps({"type": PUBLISHED, "error": {"code": 400, "description": reason}}))
+        def heard(message: Message, reply: Reply) -> Awaitable[None] | None:
+            if (reason := why(message)) is None:
+                return None
+            return reply(orjson.dumps({"type": PUBLISHED, "error": {"code": 400, "description": reason}}))
 
         return await self._answering(subject, group, heard)
 
     async def answer(self, subject: str, group: str, respond: Callable[[Message, Reply], None]) -> _Listening:
-        async def heard(message: Message, reply: Reply) -> None:
-            respond(message, reply)
-
-        return await self._answering(subject, group, heard)
+        return await self._answering(subject, group, respond)
 
     async def _answering(self, subject: str, group: str, heard: Respond) -> _Listening:
         # A publisher sets the pace of what arrives here, and the server cuts off a connection that lags behind.

@@ -194,7 +194,7 @@ class _Batch:
             self.found.append(message)
             self.last = message.sequence
 
-    async def arrived(self, answer: Msg) -> None:
+    def arrived(self, answer: Msg) -> None:
         headers = answer.headers or {}
         code = None if _SEQUENCE in headers else status(headers) or "no status"  # a message may have a `Status` too
         if code is None:

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -211,21 +211,20 @@ class PullConsumer:
             reply=f"{self._inbox}.{self._generation}",
         )
 
-    async def _receive(self, message: Msg) -> None:
+    def _receive(self, message: Msg) -> Awaitable[None] | None:
         self._heard = self._clock()
         if not message.reply:
-            await self._request_ended(message)
-            return
+            return self._request_ended(message)
         self._requested = max(0, self._requested - 1)
         attempt, sequence, time = parse_reply_subject(message.reply)
         stored = Message(message.subject, message.data, message.headers or {}, sequence, time)
         delivery = JetStreamDelivery(self._link, message.reply, stored, attempt, self._heard)
         if self._closed or self._keeper.done():
-            await delivery.nak()
-        else:
-            self._buffer.append(delivery)
-            self._held += len(message.data)
-            self._arrived.set()
+            return delivery.nak()
+        self._buffer.append(delivery)
+        self._held += len(message.data)
+        self._arrived.set()
+        return None
 
     async def _request_ended(self, message: Msg) -> None:
         code = status(message.headers)

@@ -113,7 +113,7 @@ class _Listening:
         self._link = link
         self._messages: asyncio.Queue[Msg] = asyncio.Queue()
 
-    async def hear(self, message: Msg) -> None:
+    def hear(self, message: Msg) -> None:
         self._messages.put_nowait(message)
 
     async def ask(self, subject: str, data: bytes | Json) -> Msg:

@@ -1,9 +1,10 @@
 """nats-py's client with a shorter path for each message: messages are most of what a front process does.
 
-nats-py has a queue and a task for each subscription, parses header names character by character, and checks and
-assembles a publish in four coroutines. Here the read loop calls a subscription's callback itself, so callbacks run in
-the order of arrival, and `post` builds the command at once. What is out of the ordinary (a full buffer, an outage, a
-status line, an invalid header) takes nats-py's own path.
+nats-py reads and writes in tasks, has a queue and a task for each subscription, parses header names character by
+character, and checks and assembles a publish in four coroutines. Here a message reaches its callback in the turn of the
+event loop that receives it, so callbacks run in the order of arrival; `post` builds the command at once, and all of a
+turn are written together. What is out of the ordinary (a full buffer, an outage, a status line, an invalid header)
+takes nats-py's own path.
 
 This relies on private parts of nats-py; tests/streams/nats/connection/test_client.py fails if they change.
 """
@@ -13,12 +14,20 @@ from __future__ import annotations
 import asyncio
 import re
 import ssl
+from collections.abc import Awaitable, Callable
+from functools import wraps
 
 from nats.aio.client import Client, Srv
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.errors import Error, SecureConnWantedError
+from nats.protocol.parser import Parser
 
 from .access import Access
+from .reading import DirectReader
+
+# It does at once what it can; what it returns is awaited before the next message.
+Callback = Callable[[Msg], Awaitable[None] | None]
 
 LINGER = 0.002  # seconds that a message without haste waits for others, because each write costs a system call
 
@@ -33,7 +42,7 @@ class ClosedAfterHandshake(Error):
 
 
 class DirectClient(Client):
-    """Everything received waits for the callbacks of its subscriptions, so these must never wait for an answer.
+    """Everything received waits for what the callbacks return, so that must never wait for an answer.
 
     It sends no password where TLS is wanted and there is none, and reconnects after every error by which a server ends
     a connection, where nats-py would stay closed.
@@ -42,6 +51,9 @@ class DirectClient(Client):
     def __init__(self, access: Access) -> None:
         super().__init__()
         self._access = access
+        self._ps = _Lines(self)
+        self._reader: DirectReader | None = None  # of the newest connection; set by _read_loop
+        self._writes = False  # at the end of this turn; set by _flush_soon, reset by _write
         self._lingering: asyncio.TimerHandle | None = None  # set by post, reset by _end_lingering
         self._left: Srv | None = None  # set by leave, reset by _select_next_server
 
@@ -65,6 +77,17 @@ class DirectClient(Client):
             self._flush_soon()
         elif self._lingering is None:
             self._lingering = asyncio.get_running_loop().call_later(LINGER, self._end_lingering)
+
+    async def hear(self, subject: str, callback: Callback, group: str = "") -> Subscription:
+        """Subscribe; `callback` gets each message in the turn in which it arrives."""
+
+        @wraps(callback)
+        async def wait(message: Msg) -> None:
+            if (left := callback(message)) is not None:
+                await left
+
+        # No limits: nats-py would drop messages.
+        return await self.subscribe(subject, queue=group, cb=wait, pending_msgs_limit=0, pending_bytes_limit=0)
 
     @property
     def has_others(self) -> bool:
@@ -137,9 +160,55 @@ class DirectClient(Client):
         self._flush_soon()
 
     def _flush_soon(self) -> None:
-        """Wake nats-py's flusher, unless it will write anyway or there is no connection to write to."""
-        if self._flush_queue is not None and self._flush_queue.empty() and self.is_connected:
+        if not self._writes:
+            self._writes = True
+            asyncio.get_running_loop().call_soon(self._write)
+
+    def _write(self) -> None:
+        """Write what this turn has posted; what there is no room for is left to nats-py's flusher, which waits."""
+        self._writes = False
+        if not self.is_connected:  # nats-py sends it over the next connection
+            return
+        transport = self._writer.transport
+        if not self._pending:
+            return
+        if self._reader is not None and not self._reader.is_full and not transport.is_closing():
+            transport.writelines(self._pending)
+            self._pending, self._pending_data_size = [], 0
+        elif self._flush_queue is not None and self._flush_queue.empty():
             self._flush_queue.put_nowait(asyncio.get_running_loop().create_future())
+
+    async def _read_loop(self) -> None:
+        # Nothing is subscribed to yet, so what has been read by now is no part of a message.
+        transport, streams = self._writer.transport, self._writer._protocol  # type: ignore[attr-defined]
+        self._reader = DirectReader(transport, streams, self._receive)  # type: ignore[arg-type]  # it reads as well
+        transport.set_protocol(self._reader)
+        await super()._read_loop()
+
+    def _receive(self, sid: int, subject: bytes, reply: bytes, headers: bytes, data: bytes) -> Awaitable[None] | None:
+        if self.is_closed or self.is_reconnecting:  # nats-py reads no further either
+            return None
+        subscription = self._subs.get(sid)
+        callback: Callback | None = getattr(subscription and subscription._cb, "__wrapped__", None)  # of `hear`
+        parsed = _parsed(headers) if headers else None
+        if callback is None or (headers and parsed is None):
+            return self._process_msg(sid, subject, reply, data, headers)
+        try:
+            left = callback(Msg(self, subject.decode(), reply.decode(), data, parsed))
+        except Exception as error:
+            return self._error_cb(error)
+        return None if left is None else self._reported(left)
+
+    async def _reported(self, left: Awaitable[None]) -> None:
+        try:
+            await left
+        except Exception as error:
+            await self._error_cb(error)
+
+    def read_on(self) -> None:
+        """nats-py has read a line that it was left."""
+        if self._reader is not None:
+            self._reader.go_on()
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
         subscription = self._subs.get(sid)
@@ -153,6 +222,14 @@ class DirectClient(Client):
             await subscription._cb(Msg(self, subject.decode(), reply.decode(), data, parsed))
         except Exception as error:
             await self._error_cb(error)
+
+
+class _Lines(Parser):
+    """nats-py's parser, for what is no message."""
+
+    async def parse(self, data: bytes = b"") -> None:
+        await super().parse(data)
+        self.nc.read_on()
 
 
 def cancellations() -> int:

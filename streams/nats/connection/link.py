@@ -28,7 +28,7 @@ from nats.errors import (
 
 from ....schemas.errors import BrokerAway, BrokerDenied, BrokerUnavailable, PenstockError, StartupError
 from .access import Access
-from .client import DirectClient, cancellations
+from .client import Callback, DirectClient, cancellations
 from .isolation import Isolation
 from .opening import Denial, close_client, denial, open_client, public_address, refusal
 
@@ -181,15 +181,10 @@ class Link:
         with contextlib.suppress(*_NOT_SENT):
             await self._client.post(subject, data, reply, linger=linger)
 
-    async def subscribe(
-        self, subject: str, callback: Callable[[Msg], Awaitable[None]], *, group: str = ""
-    ) -> Subscription:
+    async def subscribe(self, subject: str, callback: Callback, *, group: str = "") -> Subscription:
         before = cancellations()
         try:
-            # No limits: nats-py would drop messages.
-            subscription = await self._client.subscribe(
-                subject, queue=group, cb=callback, pending_msgs_limit=0, pending_bytes_limit=0
-            )
+            subscription = await self._client.hear(subject, callback, group)
         except (ConnectionClosedError, ConnectionDrainingError) as error:
             raise BrokerUnavailable(f"the connection to {self.address} is closed") from error
         self._subscriptions.add(subscription)
@@ -239,7 +234,7 @@ class Link:
             if not exchange.answer.done():
                 exchange.answer.set_exception(error)
 
-    async def _answered(self, message: Msg) -> None:
+    def _answered(self, message: Msg) -> None:
         exchange = self._open.get(message.subject[len(self._inbox) :])
         if exchange is None or exchange.answer.done():
             return

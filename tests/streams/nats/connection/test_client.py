@@ -49,11 +49,15 @@ async def test_a_message_is_what_nats_py_makes_of_it(
 ) -> None:
     heard: asyncio.Queue[tuple[str, str, bytes, dict[str, str] | None]] = asyncio.Queue()
 
-    async def hear(message: Msg) -> None:
+    def hear(message: Msg) -> None:
         heard.put_nowait((message.subject, message.reply, message.data, message.headers or None))
 
+    async def hear_too(message: Msg) -> None:
+        hear(message)
+
+    await client.hear(f"{namespace}.>", hear)
+    await plain.subscribe(f"{namespace}.>", cb=hear_too)
     for receiver in client, plain:
-        await receiver.subscribe(f"{namespace}.>", cb=hear)
         await receiver.flush()
     await client.post(f"{namespace}.a", b"\r\nbody\x00", f"{namespace}-reply", headers)
     await client.publish(f"{namespace}.a", b"\r\nbody\x00", f"{namespace}-reply", headers)
@@ -65,7 +69,7 @@ async def test_a_message_is_what_nats_py_makes_of_it(
 async def test_a_status_is_read_as_nats_py_reads_it(client: DirectClient) -> None:
     heard: asyncio.Queue[Msg] = asyncio.Queue()
     inbox = client.new_inbox()
-    await client.subscribe(inbox, cb=heard.put)
+    await client.hear(inbox, heard.put_nowait)
     await client.post("nobody.listens", b"", inbox)
     assert ((await heard.get()).headers or {})["Status"] == "503"
 
@@ -81,12 +85,12 @@ async def test_a_subject_cannot_hold_a_second_command(client: DirectClient) -> N
 async def test_callbacks_run_in_the_order_of_arrival(client: DirectClient, namespace: str) -> None:
     heard: asyncio.Queue[str] = asyncio.Queue()
 
-    async def hear(message: Msg) -> None:
+    def hear(message: Msg) -> None:
         heard.put_nowait(message.subject)
 
     subjects = [f"{namespace}.{name}" for name in "abc"]
     for subject in subjects:
-        await client.subscribe(subject, cb=hear)
+        await client.hear(subject, hear)
     order = [*subjects, *reversed(subjects)]
     for subject in order:
         await client.post(subject, b"")
@@ -98,10 +102,10 @@ async def test_a_message_without_haste_travels_with_the_next(
 ) -> None:
     heard: asyncio.Queue[bytes] = asyncio.Queue()
 
-    async def hear(message: Msg) -> None:
+    def hear(message: Msg) -> None:
         heard.put_nowait(message.data)
 
-    await client.subscribe(namespace, cb=hear)
+    await client.hear(namespace, hear)
     await client.post(namespace, b"alone", linger=True)
     assert await heard.get() == b"alone"
     monkeypatch.setattr(client_module, "LINGER", 1e6)
@@ -129,14 +133,14 @@ async def test_a_callback_that_fails_is_reported_and_the_next_message_comes(
     async def report(error: Exception) -> None:
         errors.append(error)
 
-    async def hear(message: Msg) -> None:
+    def hear(message: Msg) -> None:
         heard.put_nowait(message.data)
         if message.data == b"bad":
             raise ValueError("unreadable")
 
     client = DirectClient(Access())
     await client.connect(server.url, error_cb=report)
-    await client.subscribe(namespace, cb=hear)
+    await client.hear(namespace, hear)
     for data in b"bad", b"good":
         await client.post(namespace, data)
     assert [await heard.get() for _ in range(2)] == [b"bad", b"good"]

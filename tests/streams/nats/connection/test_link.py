@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 
 import pytest
 import pytest_asyncio
@@ -11,6 +11,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from penstock.streams.nats.broker import JetStreamBroker
+from penstock.streams.nats.connection.client import Callback
 from penstock.streams.nats.connection.link import Link
 from penstock.streams.nats.direct import stored_messages
 from penstock.streams.nats.servers.server import EmbeddedServer
@@ -31,10 +32,11 @@ async def test_a_reader_told_to_end_as_its_answer_comes(
     await jetstream.publish(f"{namespace}.ledger", b"one", message_id="m1")
     subscribe = link.subscribe
 
-    async def subscribe_and_cancel(subject: str, callback: Callable[[Msg], Awaitable[None]]) -> Subscription:
-        async def heard(message: Msg) -> None:
-            await callback(message)
+    async def subscribe_and_cancel(subject: str, callback: Callback) -> Subscription:
+        def heard(message: Msg) -> Awaitable[None] | None:
+            left = callback(message)
             reading.cancel()
+            return left
 
         return await subscribe(subject, heard)
 
