@@ -91,11 +91,12 @@ def test_all_is_read_in_its_order_wherever_it_is_cut(
 
 async def test_a_message_that_has_to_be_awaited_holds_up_what_follows_it_and_the_server() -> None:
     said: list[object] = []
-    may_end = asyncio.Event()
+    may_end, has_ended = asyncio.Event(), asyncio.Event()
 
     async def later() -> None:
         await may_end.wait()
         said.append("awaited")
+        asyncio.get_running_loop().call_soon(has_ended.set)
 
     def receive(subscription: int, subject: bytes, reply: bytes, headers: bytes, data: bytes) -> Awaitable[None] | None:
         if subject == b"slow":
@@ -112,8 +113,7 @@ async def test_a_message_that_has_to_be_awaited_holds_up_what_follows_it_and_the
     assert transport.is_paused
     assert said == []
     may_end.set()
-    while b"PING\r\n" not in said:
-        await asyncio.sleep(0)
+    await has_ended.wait()
     assert not transport.is_paused
     assert said == ["awaited", b"one", b"PING\r\n"]
     reader.go_on()
