@@ -149,18 +149,19 @@ class Infer(Stage):
             served=self._metrics.served.recent(),
         )
 
-    def _arrive(self, job: ValidatedJob, seats: int) -> None:
+    def _arrive(self, job: ValidatedJob) -> None:
+        seats = self._card.seats_of(job)
         self._metrics.seats_received.inc(seats)
         self._metrics.served.add(job.tenant, job.prompt_tokens)
         self._metrics.active.inc()
         self._active[job.tenant] += seats
         self._free_reported -= seats
 
-    def _depart(self, tenant: str, seats: int, _: asyncio.Task[None]) -> None:
+    def _depart(self, job: ValidatedJob, _: asyncio.Task[None] | None = None) -> None:
         self._metrics.active.dec()
-        self._active[tenant] -= seats
-        if not self._active[tenant]:
-            del self._active[tenant]
+        self._active[job.tenant] -= self._card.seats_of(job)
+        if not self._active[job.tenant]:
+            del self._active[job.tenant]
         if self._free_reported <= self._card.capacity // 2 or not self._active:
             self._has_news.set()
 
@@ -191,13 +192,20 @@ class Infer(Stage):
         is_ours = batch.incarnation == self._card.incarnation
         if is_ours:
             self._arrivals.add(batch.sender, batch.number, batch.oldest)
+        # An earlier process with this worker's name may have used this epoch already: start above it.
+        used = delivery.attempt - (1 if is_ours else 0)
+        for job in batch.jobs:
+            self._arrive(job)
+        if len(batch.jobs) == 1:  # a task takes a turn of the event loop
+            try:
+                await self._run(batch.jobs[0], epochs[0] + used)
+            finally:
+                self._depart(batch.jobs[0])
+            return
         async with asyncio.TaskGroup() as group:
             for job, epoch in zip(batch.jobs, epochs, strict=True):
-                seats = self._card.seats_of(job)
-                self._arrive(job, seats)
-                # An earlier process with this worker's name may have used this epoch already: start above it.
-                running = group.create_task(self._run(job, epoch + delivery.attempt - (1 if is_ours else 0)))
-                running.add_done_callback(partial(self._depart, job.tenant, seats))
+                running = group.create_task(self._run(job, epoch + used))
+                running.add_done_callback(partial(self._depart, job))
 
     async def _give_back(self, batch: InferenceBatch, epochs: Sequence[int], delivery: Delivery) -> None:
         """Leave what an earlier process of this worker's name had, which served another model, to the batch stage: for
@@ -340,7 +348,10 @@ class Infer(Stage):
         if publisher.expired:  # meanwhile
             publisher.cancel()
         with self.pipe.cancellations.calling(publisher.job.tenant, publisher.job.id, publisher.cancel):
-            await asyncio.gather(*(publisher.relay(handle) for handle in publisher.handles))
+            if len(publisher.handles) == 1:
+                await publisher.relay(publisher.handles[0])
+            else:
+                await asyncio.gather(*(publisher.relay(handle) for handle in publisher.handles))
         if publisher.is_ours and not publisher.is_cut:
             publisher.metrics.ended()
         if publisher.is_cut:
