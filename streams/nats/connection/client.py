@@ -3,8 +3,8 @@
 nats-py reads and writes in tasks, has a queue and a task for each subscription, parses header names character by
 character, and checks and assembles a publish in four coroutines. Here a message reaches its callback in the turn of the
 event loop that receives it, so callbacks run in the order of arrival; `post` builds the command at once, and all of a
-turn are written together. What is out of the ordinary (a full buffer, an outage, a status line, an invalid header)
-takes nats-py's own path.
+turn are written together. What is out of the ordinary (a full buffer, an outage, an invalid header) takes nats-py's
+own path.
 
 This relies on private parts of nats-py; tests/streams/nats/connection/test_client.py fails if they change.
 """
@@ -31,7 +31,7 @@ Callback = Callable[[Msg], Awaitable[None] | None]
 
 LINGER = 0.002  # seconds that a message without haste waits for others, because each write costs a system call
 
-_VERSION = b"NATS/1.0\r\n"
+_VERSION = "NATS/1.0"
 
 _has_space = re.compile(r"\s").search
 _is_header_name = re.compile(r"[A-Za-z0-9-]+").fullmatch
@@ -254,8 +254,13 @@ def _command(subject: str, data: bytes, reply: str, headers: dict[str, str] | No
 
 
 def _parsed(headers: bytes) -> dict[str, str] | None:
-    """The headers of a message; None if it has a status."""
-    if not headers.startswith(_VERSION):
+    """The headers of a message, a status among them under nats-py's names; None if they have another form."""
+    first, *lines = headers.decode("utf-8", "replace").split("\r\n")
+    version, _, status = first.partition(" ")
+    if version != _VERSION:
         return None
-    lines = headers[len(_VERSION) :].decode("utf-8", "replace").split("\r\n")
-    return {name.strip(): value.strip() for name, colon, value in (line.partition(":") for line in lines) if colon}
+    parsed = {name.strip(): value.strip() for name, colon, value in (line.partition(":") for line in lines) if colon}
+    if status:
+        code, _, description = status.partition(" ")
+        parsed |= {"Status": code, "Description": description} if description else {"Status": code}
+    return parsed

@@ -66,7 +66,31 @@ async def test_a_message_is_what_nats_py_makes_of_it(
     assert others == [first] * 3
 
 
-async def test_a_status_is_read_as_nats_py_reads_it(client: DirectClient) -> None:
+@pytest.mark.parametrize(
+    "line",
+    ["503", "404 No Messages", "100 Idle Heartbeat\r\nNats-Last-Consumer: 6", "409 Leader Change\r\nA: b: c"],
+)
+async def test_a_status_is_what_nats_py_makes_of_it(
+    client: DirectClient, plain: Client, namespace: str, line: str
+) -> None:
+    heard: asyncio.Queue[dict[str, str] | None] = asyncio.Queue()
+
+    async def hear(message: Msg) -> None:
+        heard.put_nowait(message.headers)
+
+    await client.hear(namespace, lambda message: heard.put_nowait(message.headers))
+    await plain.subscribe(namespace, cb=hear)
+    for receiver in client, plain:
+        await receiver.flush()
+    head = f"NATS/1.0 {line}\r\n\r\n".encode()
+    await client._send_command(b"HPUB %b %d %d\r\n%b\r\n" % (namespace.encode(), len(head), len(head), head))
+    await client.flush()
+    first, second = [await heard.get() for _ in range(2)]
+    assert first == second
+    assert first is not None and first["Status"] == line[:3]
+
+
+async def test_nobody_listens(client: DirectClient) -> None:
     heard: asyncio.Queue[Msg] = asyncio.Queue()
     inbox = client.new_inbox()
     await client.hear(inbox, heard.put_nowait)
