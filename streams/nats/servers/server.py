@@ -27,7 +27,9 @@ from ....config.process import cpu_seconds, die_with_parent
 from ....schemas.errors import StartupError
 
 _MAX_PAYLOAD = 8 * 1024 * 1024
-_MEMORY = "512MiB"  # soft limit, above which the server collects garbage more often
+_GO = {"GOMEMLIMIT": "512MiB"}  # soft limit, above which the server collects garbage more often
+if (os.cpu_count() or 1) <= 2:
+    _GO["GOMAXPROCS"] = "1"  # its threads would wake each other for each message, on the cores that the model needs
 _START_TIMEOUT = 30.0  # seconds in which it does nothing; to read a large store may take many minutes
 _STOP_TIMEOUT = 10.0  # seconds between SIGTERM and SIGKILL
 _POLL = 0.01
@@ -207,7 +209,7 @@ class EmbeddedServer:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env={"GOMEMLIMIT": _MEMORY} | os.environ,
+                    env=_GO | os.environ,
                     start_new_session=True,  # Ctrl-C reaches only the parent, which stops the server last
                     preexec_fn=functools.partial(_prepare, os.getpid()),
                 )

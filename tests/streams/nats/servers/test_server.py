@@ -167,6 +167,7 @@ async def test_it_is_asked_for_little_memory_unless_the_operator_says_more(
     environment = psutil.Process(server.pid).environ()
     await server.stop()
     assert environment["GOMEMLIMIT"] == (given or "512MiB")
+    assert environment.get("GOMAXPROCS") == os.environ.get("GOMAXPROCS", "1" if os.cpu_count() in (1, 2) else None)
 
 
 async def test_buckets_may_reserve_more_memory_than_the_server_is_asked_to_use(own_server: EmbeddedServer) -> None:
