@@ -55,7 +55,7 @@ class DirectReader(asyncio.Protocol):
 
     def _take(self) -> None:
         """Take whole messages until something has to be awaited."""
-        if not self._parts or self._is_ahead or self._left is not None:
+        if not self._parts:
             return
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         begin, self._needed = 0, 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections import Counter
 from collections.abc import AsyncIterator
 
@@ -170,3 +172,27 @@ async def test_a_callback_that_fails_is_reported_and_the_next_message_comes(
     assert [await heard.get() for _ in range(2)] == [b"bad", b"good"]
     await client.close()
     assert [str(error) for error in errors] == ["unreadable"]
+
+
+async def test_a_server_that_reads_nothing_is_not_written_to_without_end(
+    own_server: EmbeddedServer, namespace: str
+) -> None:
+    client = DirectClient(Access())
+    await client.connect(own_server.url)
+    os.kill(own_server.pid, signal.SIGSTOP)
+    try:
+        for _ in range(256):
+            await client.post(namespace, bytes(1 << 18))
+            for _ in range(3):
+                await asyncio.sleep(0)  # it writes what there is room for
+            if client.pending_data_size:
+                break
+        else:
+            pytest.fail("64 MB are written to a server that reads nothing")
+    finally:
+        os.kill(own_server.pid, signal.SIGCONT)
+    heard = asyncio.Event()
+    await client.hear(namespace, lambda message: heard.set())
+    await client.post(namespace, b"")
+    await heard.wait()
+    await client.close()
