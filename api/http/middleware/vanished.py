@@ -14,7 +14,7 @@ _IDLE: int | None = getattr(socket, "TCP_KEEPIDLE", getattr(socket, "TCP_KEEPALI
 _UNANSWERED: int | None = getattr(socket, "TCP_USER_TIMEOUT", None)
 
 
-def end_with_client(transport: asyncio.Transport, patience: float) -> None:
+def end_with_client(transport: asyncio.BaseTransport, patience: float) -> None:
     """Have the system end the connection once the client's has answered nothing for `patience` seconds."""
     connection = transport.get_extra_info("socket")
     if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):

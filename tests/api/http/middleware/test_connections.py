@@ -301,7 +301,7 @@ async def test_a_short_stream_whose_client_has_vanished_is_cut() -> None:
 
 async def test_the_system_asks_whether_a_waiting_client_is_there() -> None:
     async with await asyncio.start_server(lambda _, writer: found.set_result(writer.transport), "127.0.0.1", 0) as own:
-        found: asyncio.Future[asyncio.Transport] = asyncio.get_running_loop().create_future()
+        found: asyncio.Future[asyncio.WriteTransport] = asyncio.get_running_loop().create_future()
         _, writer = await asyncio.open_connection(*own.sockets[0].getsockname())
         end_with_client(transport := await found, 60.0)
         served = transport.get_extra_info("socket")
