@@ -17,7 +17,7 @@ from office import Office, call, functions, kinds, results, said, server
 from responses_rules import check_responses, read_events
 
 from penstock.api.http.answers import FOR_EVER
-from penstock.schemas.events import Accepted, Cancelled, Done, Event, Failed
+from penstock.schemas.events import Accepted, Cancelled, Delta, Done, Event, Failed
 from penstock.schemas.jobs import Job
 from penstock.schemas.loops import Source, Step, ToolResult, is_response
 from penstock.schemas.openai.lark_patterns import lark_pattern
@@ -691,7 +691,12 @@ def test_the_deadline_ends_a_call(office: Office) -> None:
 def test_what_was_said_until_the_deadline_stays(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
     office.create("Yes.", input="Go.")
     step = office.model.step
-    monkeypatch.setattr(office.model, "step", lambda: time.sleep(0.05) or step())
+
+    def slow_step() -> list[Delta]:
+        time.sleep(0.05)
+        return step()
+
+    monkeypatch.setattr(office.model, "step", slow_step)
     made = office.create("word " * 1500, input="Go.", timeout=1.5)
     kept = office.stored(made["id"])
     assert (made["status"], made["error"]["message"]) == ("failed", "The deadline passed in a turn.")
