@@ -202,7 +202,7 @@ class Settings(TenantSettings, BrokerSettings, PluginSettings, ImageSettings):
     max_kills: int = Field(
         2, ge=1, description="Workers that may die while they begin a request alone before it goes to the dead letters."
     )
-    max_attempts: int = Field(5, ge=1, description="Deliveries of a message before it goes to the dead letters.")
+    max_attempts: int = Field(5, ge=1, description="Failures of a message before it goes to the dead letters.")
     heartbeat_interval: float = Field(1.0, gt=0, le=60, description="How often stages and workers send heartbeats.")
 
     # Tools

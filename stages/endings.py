@@ -55,10 +55,11 @@ async def refuse(pipe: Pipe, delivery: Delivery, refusal: Refusal) -> None:
         )
 
 
-async def bury(pipe: Pipe, stage: str, delivery: Delivery, reason: str) -> None:
-    """Move a message that cannot be handled to the dead letters; its clients get an error; never deliver it again."""
+async def bury(pipe: Pipe, stage: str, delivery: Delivery, reason: str, attempts: int) -> None:
+    """Move a message that cannot be handled, after so many attempts, to the dead letters; its clients get an error;
+    never deliver it again."""
     message = delivery.message
-    headers = {**message.headers, DEAD_SUBJECT: message.subject, DEAD_ATTEMPTS: str(delivery.attempt)}
+    headers = {**message.headers, DEAD_SUBJECT: message.subject, DEAD_ATTEMPTS: str(attempts)}
     name = f"{stage}.{message.subject}.{message.sequence}"
     await _keep(pipe, stage, name, message.data, headers, reason, addresses(message))
     try:

@@ -5,13 +5,13 @@ What an outcome of `handle` means:
     returned            ack
     Refusal             tell the client, then ack
     Transient           nak with its delay; `NotYet` says nothing of it
-    anything else       nak, later each time; after `max_attempts` of these the message goes to the dead letters, its
-                        clients are told, and it is terminated
+    anything else       nak, later each time, and another copy is offered it first; after `max_attempts` of these the
+                        message goes to the dead letters, its clients are told, and it is terminated
     cancelled (drain)   nak: another copy takes it at once
 
 A delivery is no failure: a message comes again after an outage, a lost lease or a full stream, however often. Only what
-may have ended the process that handled it is counted too: a message that has come many times is handled alone, and its
-beginning is noted before.
+may have ended the process that handled it is counted too: a message that has come many times, and that this process has
+not survived before, is handled alone, and its beginning is noted before.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from ..streams.port import MESSAGE_ID, Consumer, ConsumerSpec, Delivery
 from ..streams.topology import FAILURES, PRIORITIES, lane_stream
 from . import endings
 from .contract import Pipe, Stage
-from .failures import Count
+from .failures import Count, FailedHere
 from .turns import Turn, Turns
 from .visits import CURRENT, Visit, traced
 
 log = structlog.get_logger(__name__)
 
 LEAST_UNSETTLED = 1024  # deliveries of a consumer that may be unsettled, of whatever stage
+_OFFER = 0.1  # seconds for which another copy may take what this one has failed to handle
 _LONGEST = 200  # characters of a message's id that the log shows
 
 
@@ -52,6 +53,7 @@ class Runner:
         self._has_consumed = False  # set by _open
         self._stopping = asyncio.Event()
         self._has_room = asyncio.Event()  # in one of the pumps, or they are to end
+        self._failed = FailedHere()
         self._alone = asyncio.Lock()  # held while a message is handled that may end the process
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # a pump's
 
@@ -151,6 +153,9 @@ class Runner:
             for delivery in deliveries:
                 if self._stage.sets_aside(delivery):
                     continue
+                if turns.is_shared and self._failed.offers(delivery.message):
+                    await delivery.nak(_OFFER)
+                    continue
                 task = asyncio.create_task(self._work(delivery, turns, rank))
                 self._in_hand[task] = delivery
                 task.add_done_callback(release)
@@ -180,12 +185,14 @@ class Runner:
             reason = "turn" if self._stage.gives_turns(delivery.message) else "failure"
             metrics.REDELIVERIES.labels(self._stage.name, reason).inc()
         try:
-            if self._stage.is_brief and delivery.attempt > self._pipe.settings.max_attempts:
+            is_frequent = delivery.attempt > self._pipe.settings.max_attempts
+            if self._stage.is_brief and is_frequent and delivery.message not in self._failed:
                 async with self._alone:
                     if not await self._handle_suspect(delivery):
                         return
             else:
                 await self._stage.handle(delivery)
+            self._failed.discard(delivery.message)
             await delivery.ack()
         except Refusal as refusal:
             visit.failed(refusal.code or refusal.type)
@@ -213,7 +220,7 @@ class Runner:
         deaths = Count(await self._pipe.broker.bucket(FAILURES), self._stage.name, delivery.message, "begun")
         if await deaths.read() >= self._pipe.settings.max_attempts:
             reason = f"{await deaths.read()} processes ended while they handled it"
-            await endings.bury(self._pipe, self._stage.name, delivery, reason)
+            await endings.bury(self._pipe, self._stage.name, delivery, reason, delivery.attempt)
             return False
         await deaths.add(1)
         try:
@@ -234,6 +241,7 @@ class Runner:
     async def _fail(self, delivery: Delivery, error: Exception) -> None:
         stage = self._stage.name
         metrics.RETRIES.labels(stage).inc()
+        self._failed.add(delivery.message)
         # A traceback of ours may be logged; the text of a foreign exception might quote a prompt.
         reason = str(error) if isinstance(error, PenstockError) else type(error).__name__
         failures = 1
@@ -242,7 +250,7 @@ class Runner:
             where, named = endings.location(error), _named(delivery)
             log.error("failed", stage=stage, message=named, failures=failures, reason=reason, where=where)
             if failures >= self._pipe.settings.max_attempts:
-                await endings.bury(self._pipe, stage, delivery, reason)
+                await endings.bury(self._pipe, stage, delivery, reason, failures)
                 return
         except Exception as second:
             log.error("could not be buried", stage=stage, reason=type(second).__name__)

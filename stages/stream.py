@@ -122,7 +122,9 @@ class EventPublisher:
     async def publish(self, outputs: list[Output], message: Message) -> None:
         """Publish the events of these outputs, and of earlier ones that were missed; returns when they are stored."""
         async with self._order:
-            if message.sequence <= self._last_sequence or self.settled:
+            # Where somebody has deleted the stream, or restored an older one, new outputs have low sequences.
+            is_repeated = message.sequence <= self._last_sequence and message.time <= self._at
+            if is_repeated or self.settled:
                 return
             if self._final_stored:
                 for output in outputs:

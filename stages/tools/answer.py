@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict
 
 from ...schemas.events import FINAL, Done, Event, Token
+from ...schemas.loops import Begun, Items, Turned, TurnId
+from ...schemas.openai.responses.request import parse_responses
+from ...schemas.openai.responses.turns import TurnItems
 from ...schemas.wire import codec
+from ...streams.stores.responses import Stored
 from ...streams.topology import EVENTS
 from ..contract import Pipe
+from .calls import waits
 
 POLL_INTERVAL = 0.2  # seconds
 PATIENCE = 30.0  # seconds until all events can be read: longer than an election in the broker takes
@@ -22,6 +29,42 @@ async def answer_of(pipe: Pipe, tenant: str, request: str) -> tuple[list[Token],
         if final is not None or clock() >= until:
             return tokens, final
         await asyncio.sleep(POLL_INTERVAL)
+
+
+def items_said(begun: Begun, turn: TurnId, tokens: Sequence[Token], final: Done) -> Items:
+    """What a turn has said, as items; its calls wait."""
+    asked = parse_responses(begun.job.body)
+    fold = TurnItems(
+        str(turn),
+        begun.callable,
+        namespaced=asked.namespaced,
+        custom=asked.custom_names,
+        built_in=asked.built_in_names,
+        logprobs=asked.wants_logprobs,
+    )
+    for token in tokens:
+        fold.feed(token)
+    fold.finish(final.finish_reasons[0])
+    return fold.items
+
+
+def turned_by(turn: TurnId, final: Done, items: Items, index: int) -> Turned:
+    """The turn's end, for the log; `index` is that of the response's next event."""
+    reason, usage = final.finish_reasons[0], asdict(final.usage)
+    return Turned(turn=turn.turn, items=items, reason=reason, usage=usage, index=index, fallback=final.fallback)
+
+
+async def ended_turn(pipe: Pipe, stored: Stored, turn: TurnId) -> Turned | None:
+    """A turn that has ended, where it is too late for calls: those of a turn that the deadline has cut are left out;
+    None where others wait."""
+    tokens, final = await answer_of(pipe, stored.begun.job.tenant, str(turn))
+    if not isinstance(final, Done):
+        return None
+    said = items_said(stored.begun, turn, tokens, final)
+    items = [item for item in said if not waits(item)]
+    if len(items) < len(said) and final.finish_reasons[0] != "deadline":
+        return None
+    return turned_by(turn, final, items, stored.index + turn.attempt + 1)
 
 
 async def was_accepted(pipe: Pipe, tenant: str, request: str) -> bool:

@@ -16,14 +16,14 @@ from typing import Any, Literal
 from ...schemas.errors import BrokerUnavailable, DeadlineExceeded, GenerationFailed, Refusal, Transient
 from ...schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, FinishReason, Turn, Usage
 from ...schemas.jobs import Job
-from ...schemas.loops import Begun, Ended, Items, LoopJob, LoopTool, Step, Turned, TurnId
+from ...schemas.loops import Begun, Ended, Items, LoopJob, LoopTool, Step, TurnId
 from ...schemas.openai.responses.built_in_items import TOOLS as BUILT_IN_TOOLS
 from ...schemas.openai.responses.files import files_named
 from ...schemas.openai.responses.items import approved_calls
 from ...schemas.openai.responses.messages import chat_messages
 from ...schemas.openai.responses.paths import in_response
 from ...schemas.openai.responses.request import ResponsesRequest, parse_responses
-from ...schemas.openai.responses.turns import TurnItems, item_id
+from ...schemas.openai.responses.turns import item_id
 from ...schemas.wire import codec
 from ...schemas.wire.codec import DecodeError
 from ...streams.port import DEADLINE, SCHEMA, Delivery
@@ -35,7 +35,7 @@ from ...streams.topology import EVENTS, TOOLS
 from ..contract import Intake, Pipe, Stage
 from ..endings import Address
 from ..visits import leave_turn, traceparent
-from .answer import answer_of, was_accepted
+from .answer import answer_of, ended_turn, items_said, turned_by, was_accepted
 from .calls import (
     Calls,
     Toolbox,
@@ -160,12 +160,15 @@ class Tools(Stage):
         if turn.turn > len(stored.turns) + 1 and stored.ended is None:
             raise BrokerUnavailable(f"{step.turn} has ended, and turn {len(stored.turns) + 1} cannot be read yet")
         if turn.turn > len(stored.turns) and stored.ended is None:
-            await self._advance(stored, self._take(stored, turn))
+            await self._advance(stored, self._take(stored, turn), turn)
         else:
             await self._advance(stored, self._continue(stored))
 
-    async def _advance(self, stored: Stored, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work; a fault of a response that has begun ends it as failed."""
+    async def _advance(self, stored: Stored, work: Coroutine[Any, Any, None], turn: TurnId | None = None) -> None:
+        """Do the work, which takes the `turn` if there is one; a fault of a response that has begun ends it as failed.
+
+        What the turn has said is kept, also past the deadline.
+        """
         link_response(stored.begun.job)
         if stored.is_unwanted and stored.ended is None:
             work.close()
@@ -175,7 +178,7 @@ class Tools(Stage):
             async with asyncio.timeout(stored.begun.job.deadline - self.pipe.now()):
                 await work
         except TimeoutError:
-            await self._end(stored, "failed", ErrorBody.of(DeadlineExceeded("The deadline passed between two turns.")))
+            await self._continue(await self._with_ended(stored, turn), is_late=True)
         except Refusal as refusal:
             await self._end(stored, "failed", ErrorBody.of(refusal))
 
@@ -224,8 +227,8 @@ class Tools(Stage):
         origin, input = await self._history.origin(job, request), await self._history.input(job, request)
         return Begun(**dict(origin), job=job.unsealed(), sources=(), tools=(), input=input, items=[], index=0)
 
-    async def _continue(self, stored: Stored) -> None:
-        """Request the next turn, or end the response."""
+    async def _continue(self, stored: Stored, *, is_late: bool = False) -> None:
+        """Request the next turn, unless it `is_late` for that, or end the response."""
         request = parse_responses(stored.begun.job.body)
         last = stored.turns[-1] if stored.turns else None
         kinds = {item["type"] for item in last.items} if last else set()
@@ -237,6 +240,9 @@ class Tools(Stage):
             await self._end(stored, "incomplete")
         elif last is not None and ("mcp_call" not in kinds or kinds & _CLIENTS):
             await self._end(stored, "completed")
+        elif is_late:
+            error = ErrorBody.of(DeadlineExceeded("The deadline passed between two turns."))
+            await self._end(stored, "failed", error)
         else:
             with report_unlisted(stored.begun.items):
                 await self._ask(stored, TurnId(stored.begun.job.id, len(stored.turns) + 1))
@@ -280,32 +286,25 @@ class Tools(Stage):
                 await self._end(stored, "failed", in_response(error, asked, begun.tools, first=_is_first(turn, begun)))
             case Cancelled():
                 await self._end(stored, "cancelled")
-            case Done(finish_reasons=(reason, *_), usage=usage, fallback=fallback):
-                fold = TurnItems(
-                    str(turn),
-                    begun.callable,
-                    namespaced=asked.namespaced,
-                    custom=asked.custom_names,
-                    built_in=asked.built_in_names,
-                    logprobs=asked.wants_logprobs,
-                )
-                for token in tokens:
-                    fold.feed(token)
-                fold.finish(reason)
+            case Done():
+                said = items_said(begun, turn, tokens, final)
                 index = stored.index + turn.attempt + 1
-                items = await self._calls.make_all(begun, turn.turn, fold.items, index, made=count(stored.output))
-                turned = Turned(
-                    turn=turn.turn,
-                    items=items,
-                    reason=reason,
-                    usage=asdict(usage),
-                    index=index + sum(map(waits, fold.items)),
-                    fallback=fallback,
-                )
+                items = await self._calls.make_all(begun, turn.turn, said, index, made=count(stored.output))
+                turned = turned_by(turn, final, items, index + sum(map(waits, said)))
                 turned = await self._log.write(job.tenant, job.id, turned)
                 await self._continue(replace(stored, turns=(*stored.turns, turned)))
             case _:
                 raise GenerationFailed("The broker has lost the answer of a turn; send the request again.")
+
+    async def _with_ended(self, stored: Stored, turn: TurnId | None) -> Stored:
+        """The response with the turn, if that had ended when the deadline passed and no calls would follow."""
+        job = stored.begun.job
+        stored = await self._log.read(job.tenant, job.id) or stored
+        if turn is None or turn.turn != len(stored.turns) + 1:
+            return stored
+        if (turned := await ended_turn(self.pipe, stored, turn)) is None:
+            return stored
+        return replace(stored, turns=(*stored.turns, await self._log.write(job.tenant, job.id, turned)))
 
     async def _end(self, stored: Stored, status: Status, error: ErrorBody | None = None) -> None:
         """End the response: store it, append its items to its conversation, and publish the final event."""

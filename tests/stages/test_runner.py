@@ -178,6 +178,37 @@ def test_a_stage_that_breaks_its_contract_is_named_and_goes_on(odd: Pipeline, pr
     assert isinstance(odd.ask(BODY)[-1], Done)
 
 
+def test_of_two_copies_the_one_that_works_gets_what_the_other_fails_at() -> None:
+    """As with two versions of a stage, of which the new one fails at every request."""
+
+    class Old(JobStage):
+        name = "odd"
+
+        async def process(self, job: ValidatedJob) -> ValidatedJob:
+            return job
+
+    class New(JobStage):
+        name = "odd"
+        failures = 0
+
+        async def process(self, job: ValidatedJob) -> ValidatedJob:
+            New.failures += 1
+            raise KeyError("a bug")
+
+    with asyncio.Runner() as runner:
+        pipeline = runner.run(Pipeline.start(New, Old, pipeline=PIPELINE, max_attempts=2))
+        pipeline.runner = runner
+
+        async def together() -> list[list[Event]]:
+            return await asyncio.gather(*(pipeline.events(BODY) for _ in range(9)))
+
+        ends = [events[-1] for events in runner.run(together())]
+        letters = dead(pipeline)
+        runner.run(pipeline.stop())
+    assert {type(end) for end in ends} == {Done} and not letters
+    assert New.failures  # it has had some of them
+
+
 def test_a_stage_whose_process_is_no_coroutine_is_told_so() -> None:
     class Blunt(JobStage):
         name = "odd"

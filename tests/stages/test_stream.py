@@ -78,6 +78,22 @@ def test_what_comes_late_is_no_loss(pipeline: Pipeline) -> None:
     pipeline.runner.run(scene())
 
 
+def test_an_answer_goes_on_in_a_stream_that_was_made_anew(pipeline: Pipeline) -> None:
+    """Somebody has deleted the stream: its sequences begin again, and no client waits until its deadline for that."""
+
+    async def scene() -> None:
+        pipe = pipeline.pipe
+        job = validated(f"r-{uuid.uuid4().hex}", pipe)
+        publisher = EventPublisher(pipe, 0)
+        first = await say(pipe, job, 1, 0, "hello,")
+        later = await say(pipe, job, 2, 6, " you")
+        for message in (first, dataclasses.replace(later, sequence=1, time=first.time + 1.0), first):
+            await publisher.publish(codec.decode_outputs(message.data), message)
+        assert await told(pipe, job) == "hello, you"
+
+    pipeline.runner.run(scene())
+
+
 @pytest.mark.parametrize("is_together", [True, False], ids=["in one process", "in two"])
 @pytest.mark.parametrize("shows", [True, False])
 def test_an_answer_that_is_faster_than_its_acceptance_comes_behind_it(

@@ -30,6 +30,7 @@ from ..answers import error_response
 from .browsers import headers_unasked
 from .unframed import unframed
 from .upgrades import reading_on
+from .vanished import end_with_client
 
 log = structlog.get_logger(__name__)
 
@@ -109,6 +110,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(503, "too_many_connections", "Too many connections; close some or try again later.")
             return
         self._address = address
+        end_with_client(transport, 2 * self._settings.write_timeout)
         super().connection_made(transport)
         self._await_client(self._settings.header_timeout)
 

@@ -243,15 +243,20 @@ class Deployment:
         return [stage for stage in job_stages(before.pipeline) if stage not in after.pipeline]
 
     async def _found(self) -> Mapping[str, Any]:
-        """The settings that explain the limits of existing streams without an agreed configuration (those of 0.1.0)."""
+        """The settings that explain the limits of existing streams without an agreed configuration: those of 0.1.0, and
+        those of a deployment whose bucket `state` was deleted."""
+        is_former = await self._broker.present(self._broker.server_name(JOBS)) is not None
+        jobs, tools = (JOBS, TOOLS) if is_former else (lane_stream(JOBS, "normal"), lane_stream(TOOLS, "normal"))
         sources = {
-            "nats_replicas": (JOBS, "num_replicas", 1),
-            "jobs_limit": (JOBS, "max_msgs", 1),
-            "tenant_limit": (JOBS, "max_msgs_per_subject", 1),
-            "queue_limit": (lane_stream(BATCH, "normal"), "max_msgs", 1),
-            "tools_limit": (TOOLS, "max_msgs", 1),
+            "nats_replicas": (jobs, "num_replicas", 1),
+            "jobs_limit": (jobs, "max_msgs", 1),
+            "tenant_limit": (jobs, "max_msgs_per_subject", 1),
+            "queue_limit": (lane_stream(BATCH if is_former else stage_stream("queue"), "normal"), "max_msgs", 1),
+            "infer_limit": (INFER, "max_msgs", 1),
+            "tools_limit": (tools, "max_msgs", 1),
             "batches_limit": (BATCHES, "max_msgs", 1),
             "dead_limit": (DEAD, "max_msgs", 1),
+            "dead_ttl": (DEAD, "max_age", 1e-9),
             "events_ttl": (EVENTS, "max_age", 1e-9),
             "events_limit": (EVENTS, "max_bytes", 1),
             "heartbeat_interval": (WORKERS, "max_age", 1e-9 / 3),
@@ -265,6 +270,10 @@ class Deployment:
                 found[setting] = value if factor == 1 else round(value, 3)
         if "files_ttl" in found:
             found["files_ttl"] -= GRACE
+        if "events_ttl" in found and not is_former:
+            found["events_ttl"] -= RELAY_GRACE
+        if found.get("nats_replicas", 1) > 1:  # workers then count as dead after a failover, whatever their heartbeat
+            found.pop("heartbeat_interval", None)
         shares = [int(name) for name in await self._partitions() if name.isdecimal()]
         return found | ({"stream_partitions": max(shares) + 1} if shares else {})
 

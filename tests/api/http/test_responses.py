@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from office import Office, call, functions, kinds, results, said, server
 from responses_rules import check_responses, read_events
 
 from penstock.api.http.answers import FOR_EVER
-from penstock.schemas.events import Accepted, Cancelled, Done, Event, Failed
+from penstock.schemas.events import Accepted, Cancelled, Delta, Done, Event, Failed
 from penstock.schemas.jobs import Job
 from penstock.schemas.loops import Source, Step, ToolResult, is_response
 from penstock.schemas.openai.lark_patterns import lark_pattern
@@ -681,9 +682,27 @@ def test_without_the_stage_nothing_is_begun(office: Office, monkeypatch: pytest.
 
 
 def test_the_deadline_ends_a_call(office: Office) -> None:
+    office.create("Yes.", input="Go.", tools=functions())  # what is imported for the first request takes time
     made = office.create(call("wait", name="it"), input="Go.", tools=functions(), timeout=1.5)
     assert made["status"] == office.stored(made["id"])["status"] == "failed"
     assert "deadline" in made["error"]["message"]
+
+
+def test_what_was_said_until_the_deadline_stays(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    office.create("Yes.", input="Go.")
+    step = office.model.step
+
+    def slow_step() -> list[Delta]:
+        time.sleep(0.05)
+        return step()
+
+    monkeypatch.setattr(office.model, "step", slow_step)
+    made = office.create("word " * 1500, input="Go.", timeout=1.5)
+    kept = office.stored(made["id"])
+    assert (made["status"], made["error"]["message"]) == ("failed", "The deadline passed in a turn.")
+    (message,) = kept["output"]
+    assert message == made["output"][0] and message["status"] == "incomplete"
+    assert message["content"][0]["text"].startswith("word word") and kept["usage"]["output_tokens"] > 1
 
 
 def test_a_refusal_of_the_first_turn_has_its_status_and_leaves_nothing(office: Office) -> None:

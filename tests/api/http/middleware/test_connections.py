@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from http_server import Server, request
 
 from penstock.api.http.middleware import connections
 from penstock.api.http.middleware.connections import MAX_PIPELINED, Connections, network
+from penstock.api.http.middleware.vanished import end_with_client
 from penstock.api.http.server import _room_for
 from penstock.config.settings import Settings
 from penstock.schemas.events import Accepted, Done, Token, Usage
@@ -281,6 +283,33 @@ async def test_a_stream_that_nobody_reads_is_cut(kept: bool) -> None:
         if not kept:
             await cancelled.wait()
     assert bool(script.cancelled) is not kept
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system has no limit for this")
+async def test_a_short_stream_whose_client_has_vanished_is_cut() -> None:
+    """What waits fits into the system's buffers: as far as the server knows, all of it was sent."""
+    async with Server.run(write_timeout=0.05) as server:
+        client, cancelled = Deaf(server), asyncio.Event()
+        script = server.script
+        await script.broker.listen(script.subjects.cancel_all(), lambda _: cancelled.set())
+        await client.send(request("POST", "/v1/completions", STREAM))
+        job = await script.job()
+        await accepted(server, job, text="x" * 10_000)
+        async with asyncio.timeout(10.0):
+            await cancelled.wait()
+
+
+async def test_the_system_asks_whether_a_waiting_client_is_there() -> None:
+    async with await asyncio.start_server(lambda _, writer: found.set_result(writer.transport), "127.0.0.1", 0) as own:
+        found: asyncio.Future[asyncio.WriteTransport] = asyncio.get_running_loop().create_future()
+        _, writer = await asyncio.open_connection(*own.sockets[0].getsockname())
+        end_with_client(transport := await found, 60.0)
+        served = transport.get_extra_info("socket")
+        assert served.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        probes = [served.getsockopt(socket.IPPROTO_TCP, each) for each in (socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)]
+        assert probes[0] * probes[1] == 30
+        writer.close()
+        transport.close()
 
 
 @pytest.mark.parametrize("connection", ["close", "keep-alive"])

@@ -124,7 +124,7 @@ async def test_a_letter_of_eight_megabytes(
     consumer = await broker.consume(ConsumerSpec("STAGE_QUEUE_LOW", "queue", "penstock.queue.>"), prefetch=1)
     (delivery,) = await consumer.take(1)
     for _ in range(2):  # it may be delivered again before it is terminated
-        await endings.bury(pipe, "queue", delivery, "some\nreason " * 1_000)
+        await endings.bury(pipe, "queue", delivery, "some\nreason " * 1_000, 2)
     assert await broker.replay("STAGE_QUEUE_LOW", "penstock.queue.>") == []
     logged = "".join(capsys.readouterr())
     assert logged.count("buried") == 1 and "large" in logged and "acme" in logged and "secret" not in logged

@@ -139,6 +139,24 @@ async def test_streams_of_0_1_0_are_adopted_without_loss(jetstream: JetStreamBro
     assert (await joined(jetstream, part())) == settings
 
 
+async def test_a_lost_agreement_is_found_again_in_the_streams(jetstream: JetStreamBroker, part: Part) -> None:
+    given = {
+        **LONG,
+        "jobs_limit": 33,
+        "queue_limit": 50,
+        "infer_limit": 60,
+        "tools_limit": 70,
+        "dead_ttl": DAY,
+        "files_ttl": 9 * DAY,
+        "heartbeat_interval": 2.0,
+    }
+    settings = await owned(jetstream, part(**given))
+    before = await limits(jetstream, "EVENTS"), await limits(jetstream, "JOBS_LOW")
+    await call(jetstream._link, f"STREAM.DELETE.{jetstream.server_name(STATE)}")
+    assert await owned(jetstream, part()) == settings
+    assert (await limits(jetstream, "EVENTS"), await limits(jetstream, "JOBS_LOW")) == before
+
+
 def _of_0_1_0(streams: Sequence[StreamSpec]) -> list[StreamSpec]:
     """The same, with one stream for all lanes but those of the batch stage, which all models share."""
     found = {spec.name: spec for spec in _shared_lanes(streams)}
