@@ -235,6 +235,8 @@ INLINE Floats floats_round(Floats v) {
                     _mm256_round_ps(v.high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
 
+INLINE Floats floats_floor(Floats v) { return (Floats){_mm256_floor_ps(v.low), _mm256_floor_ps(v.high)}; }
+
 /* v times 2^n, n a whole number from -252 to 254: in two steps, of which at most the second rounds. */
 INLINE Floats floats_scale(Floats v, Floats n) {
     Ints all = nearest_ints(n), some = {_mm256_srai_epi32(all.low, 1), _mm256_srai_epi32(all.high, 1)};

@@ -256,6 +256,7 @@ INLINE Floats floats_shuffle_quarters(Floats v, Floats w, const int which) {
 /* ---- Exponents ---- */
 
 INLINE Floats floats_round(Floats v) { return FOUR(Floats, OF_ONE, vrndnq_f32, v); }
+INLINE Floats floats_floor(Floats v) { return FOUR(Floats, OF_ONE, vrndmq_f32, v); }
 
 /* v times 2^n, n a whole number from -252 to 254: in two steps, of which at most the second rounds. */
 INLINE float32x4_t scale(float32x4_t v, float32x4_t n) {

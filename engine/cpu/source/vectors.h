@@ -94,3 +94,23 @@ INLINE __m512 exponential(__m512 x) {
     for (int i = 0; i < 7; i++) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(terms[i]));
     return _mm512_scalef_ps(p, n);
 }
+
+/* 2^x of numbers up to 0, exactly 1 of 0 and 0 of -INFINITY, within 2 units in the last place where it is 2^-126 or
+   more. NaN stays NaN. */
+INLINE __m512 power_of_two(__m512 x) {
+#ifdef __AVX512DQ__
+    const __m512 r = _mm512_reduce_ps(x, 9); /* x - floor(x), or 0 of infinity */
+#else
+    x = _mm512_max_ps(_mm512_set1_ps(-127), x);
+    const __m512 n = floats_floor(x), r = _mm512_sub_ps(x, n);
+#endif
+    __m512 p = _mm512_set1_ps(1.86713e-3f);
+    const float terms[] = {9.01703e-3f, 5.579991e-2f, 2.4016445e-1f, 6.9315131e-1f, 1};
+    for (int i = 0; i < 5; i++) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(terms[i]));
+#ifdef __AVX512DQ__
+    return _mm512_scalef_ps(p, x); /* takes floor(x) */
+#else
+    const __m512i exponent = _mm512_slli_epi32(_mm512_cvtps_epi32(n), 23);
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), exponent));
+#endif
+}
