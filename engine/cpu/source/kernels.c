@@ -373,7 +373,7 @@ static void look(const Cached *c, const View *views, int64_t count, Found found,
     for (int64_t q = 0; q < count; q += each) {
         const Found own = {found.most + q, found.sums + q * ((head_dim + 63) / 64 * 64), found.totals + q};
         if (has_tiles) look_by_tiles(c, views + q, each, own, head_dim);
-        else look_by_vectors(c, views + q, each, own, head_dim, half);
+        else (half ? look_by_vectors_bf16 : look_by_vectors_f32)(c, views + q, each, own, head_dim);
     }
 }
 

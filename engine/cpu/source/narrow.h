@@ -91,6 +91,10 @@ INLINE Ints ints_at(const void *from) {
     return (Ints){_mm256_loadu_si256(at), _mm256_loadu_si256(at + 1)};
 }
 
+INLINE Ints ints_of_halves(const void *low, const void *high) {
+    return (Ints){_mm256_loadu_si256(low), _mm256_loadu_si256(high)};
+}
+
 INLINE void floats_to(float *to, Floats v) {
     _mm256_storeu_ps(to, v.low);
     _mm256_storeu_ps(to + 8, v.high);

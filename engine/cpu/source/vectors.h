@@ -51,6 +51,16 @@ INLINE void store(void *to, int64_t i, __m512 v, __mmask16 mask, int half) {
     else _mm512_mask_storeu_ps((float *)to + i, mask, v);
 }
 
+/* 32 bytes from two places. */
+INLINE __m512i halves_at(const void *low, const void *high) {
+#ifdef __AVX512BW__
+    const __m512i v = _mm512_castsi256_si512(_mm256_loadu_si256(low));
+    return _mm512_inserti64x4(v, _mm256_loadu_si256(high), 1);
+#else
+    return ints_of_halves(low, high);
+#endif
+}
+
 /* Store 16 numbers that nobody reads soon, past the caches if the processor can: a line of them, 64 bytes. Call
    `streamed` before other threads read them. */
 INLINE void stream(float *to, __m512 v) {
@@ -104,9 +114,9 @@ INLINE __m512 power_of_two(__m512 x) {
     x = _mm512_max_ps(_mm512_set1_ps(-127), x);
     const __m512 n = floats_floor(x), r = _mm512_sub_ps(x, n);
 #endif
-    __m512 p = _mm512_set1_ps(1.86713e-3f);
-    const float terms[] = {9.01703e-3f, 5.579991e-2f, 2.4016445e-1f, 6.9315131e-1f, 1};
-    for (int i = 0; i < 5; i++) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(terms[i]));
+    __m512 p = _mm512_set1_ps(2.16129e-4f);
+    const float terms[] = {1.246785e-3f, 9.675452e-3f, 5.5485282e-2f, 2.4022931e-1f, 6.9314706e-1f, 1};
+    for (int i = 0; i < 6; i++) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(terms[i]));
 #ifdef __AVX512DQ__
     return _mm512_scalef_ps(p, x); /* takes floor(x) */
 #else
