@@ -340,10 +340,10 @@ INLINE int64_t first_key(const Layer *l, const Token *token) {
 }
 
 /* Tokens of a sequence that attend together, so that its keys and values are read once for all; as many as the L2
-   cache has room for, and few enough for every thread to have some. */
+   cache has room for, and few enough for every thread to have some, if they fill their lanes. */
 INLINE int64_t most_together(const Thread *t, const Layer *l, int64_t rows) {
     const int64_t group_size = l->num_q_heads / l->num_kv_heads, most = 16384 / l->head_dim / 16 * 16 / group_size;
-    const int64_t fair = rows * l->num_kv_heads / (4 * t->count), least = (32 + group_size - 1) / group_size;
+    const int64_t fair = rows * l->num_kv_heads / (4 * t->count), least = (64 + group_size - 1) / group_size;
     const int64_t few = fair > least ? fair : least;
     return most < 1 ? 1 : most < few ? most : few;
 }
