@@ -226,10 +226,12 @@ INLINE void vectors_by_lanes(const Cached *c, const View *views, int64_t count, 
     }
     for (int64_t start = first / SWEEP * SWEEP; start < end; start += SWEEP) {
         begin_sweep(&sweep, c, start, first, end, head_dim);
-        for (int64_t i = 0; i < SWEEP; i += 16) fetch(c, start + SWEEP + i, end, head_dim, half);
         const int64_t at = (sweep.first - start) / 16 * 16 * stride;
         widen_sweep(c, &sweep, head_dim, stride, keys + at, values + at, half);
         for (int64_t n = 0; n < num; n += ABREAST) {
+            /* All at once would wait for memory. */
+            for (int64_t i = n * (SWEEP / 16) / num; i < (n + ABREAST) * (SWEEP / 16) / num; i++)
+                fetch(c, start + SWEEP + 16 * i, end, head_dim, half);
             int64_t from = SWEEP, to = 0;
             for (int64_t a = n; a < n + ABREAST; a++) {
                 if (lanes[a].first - start < from) from = lanes[a].first - start;
