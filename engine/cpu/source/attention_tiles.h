@@ -148,12 +148,10 @@ INLINE void load_values(const Span *span, int64_t part, int64_t pair, int64_t i,
     to[0] = _mm512_unpacklo_epi16(rows[0], rows[1]), to[1] = _mm512_unpackhi_epi16(rows[0], rows[1]);
 }
 
-/* What has been found for 32 numbers in the order of `load_values`, in their own. A zero has no sign then, as it has it
-   only where nothing was added to it. */
+/* What has been found for 32 numbers in the order of `load_values`, in their own. */
 INLINE void store_found(__m512 first, __m512 last, float *to) {
     const __m512i front = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
     const __m512i back = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
-    first = _mm512_add_ps(first, _mm512_setzero_ps()), last = _mm512_add_ps(last, _mm512_setzero_ps());
     const __m512d a = _mm512_castps_pd(first), b = _mm512_castps_pd(last);
     _mm512_storeu_ps(to, _mm512_castpd_ps(_mm512_permutex2var_pd(a, front, b)));
     _mm512_storeu_ps(to + 16, _mm512_castpd_ps(_mm512_permutex2var_pd(a, back, b)));

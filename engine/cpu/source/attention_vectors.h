@@ -1,10 +1,10 @@
 /* Attention by vectors of float32 numbers, whatever the type of keys and values.
 
    Keys are taken in sweeps at multiples of SWEEP. The products of a query's numbers with a key's are added up in 8
-   parts, and the parts as in `sums_of_halves`; shares times values within a sweep by key. So two ways lead to the same
-   bits. Many queries have a lane each: keys and values, made float32 once for all of them, are read number by number,
-   and exponentials need no sums across lanes. For few queries, such as those of one token, the numbers of two keys, or
-   of a value, fill the lanes.
+   parts, and these as in `sums_of_halves`; shares times values by key, each sweep for itself. A share of 0 changes
+   nothing. So two ways lead to the same bits. Many queries have a lane each: keys and values, made float32 once for
+   all of them, are read number by number, and exponentials need no sums across lanes. For few queries, such as those of
+   one token, the numbers of two keys, or of a value, fill the lanes.
 
    Of keys 32 bytes are taken at a time: 8 numbers, one for each part; or 16 in bfloat16, the even ones before the odd
    ones, since these need no shuffling to become float32. */
@@ -61,7 +61,9 @@ INLINE void fetch(const Cached *c, int64_t key, int64_t end, int64_t head_dim, i
 enum { UNIT = 32 }; /* bytes */
 
 /* Numbers of a key, rounded up to whole units. */
-INLINE int64_t whole_units(int64_t head_dim, int half) { return half ? (head_dim + 15) / 16 * 16 : (head_dim + 7) / 8 * 8; }
+INLINE int64_t whole_units(int64_t head_dim, int half) {
+    return half ? (head_dim + 15) / 16 * 16 : (head_dim + 7) / 8 * 8;
+}
 
 /* The even ones of 32 numbers in bfloat16, and the odd ones. */
 INLINE __m512 even_ones(__m512i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)); }
@@ -213,7 +215,8 @@ INLINE void vectors_by_lanes(const Cached *c, const View *views, int64_t count, 
     const int64_t room = (head_dim + 63) / 64 * 64;
     Lanes lanes[num];
     float sums[num][stride][16] __attribute__((aligned(64))), queries[num][stride][16] __attribute__((aligned(64)));
-    float keys[SWEEP * stride], values[SWEEP * stride], scores[ABREAST][SWEEP][16] __attribute__((aligned(64)));
+    float keys[SWEEP * stride] __attribute__((aligned(64))), values[SWEEP * stride] __attribute__((aligned(64)));
+    float scores[ABREAST][SWEEP][16] __attribute__((aligned(64)));
     Sweep sweep;
     int64_t first = INT64_MAX, end = 0;
     memset(sums, 0, sizeof sums);
@@ -229,7 +232,7 @@ INLINE void vectors_by_lanes(const Cached *c, const View *views, int64_t count, 
         const int64_t at = (sweep.first - start) / 16 * 16 * stride;
         widen_sweep(c, &sweep, head_dim, stride, keys + at, values + at, half);
         for (int64_t n = 0; n < num; n += ABREAST) {
-            /* All at once would wait for memory. */
+            /* Fetching all at once would wait for memory. */
             for (int64_t i = n * (SWEEP / 16) / num; i < (n + ABREAST) * (SWEEP / 16) / num; i++)
                 fetch(c, start + SWEEP + 16 * i, end, head_dim, half);
             int64_t from = SWEEP, to = 0;
@@ -253,7 +256,8 @@ INLINE void vectors_by_lanes(const Cached *c, const View *views, int64_t count, 
         for (int64_t q = 0; q < own; q++) found.totals[at + q] = _mm512_loadu_ps(turned[q]);
         for (int64_t i = 0; i < stride; i += 16) {
             transpose(sums[at / 16][i], 16, turned[0]);
-            for (int64_t q = 0; q < own; q++) _mm512_storeu_ps(found.sums + (at + q) * room + i, _mm512_loadu_ps(turned[q]));
+            for (int64_t q = 0; q < own; q++)
+                _mm512_storeu_ps(found.sums + (at + q) * room + i, _mm512_loadu_ps(turned[q]));
         }
     }
 }
@@ -270,8 +274,8 @@ enum { MOST_FEW = 12 };
 #define PAIRS(queries) ((queries) == 1 ? 4 : (queries) == 2 ? 2 : 1)
 #endif
 
-/* Add the products of the units number `i`, of which `bytes` are the keys', of `count` queries and PAIRS(count) pairs of
-   keys. */
+/* Add the products of `count` queries with the units number `i` of PAIRS(count) pairs of keys, of which `bytes` are
+   theirs. */
 INLINE void add_units(const Cached *c, const int64_t *places, int64_t i, int64_t bytes, const float *queries,
                       int64_t numbers, __m512 sums[4][8], const int count, int half) {
     __m512 query[4][2];
@@ -297,7 +301,7 @@ INLINE void add_units(const Cached *c, const int64_t *places, int64_t i, int64_t
 INLINE void multiply_pairs(const Cached *c, const Sweep *s, int64_t key, const float *queries, int64_t head_dim,
                            __m512 *to, const int count, int half) {
     const int64_t bytes = head_dim * (half ? 2 : 4), numbers = whole_units(head_dim, half), whole = bytes / UNIT;
-    __m512 products[4][8];
+    __m512 products[4][8]; /* of the keys 0 and 4, 1 and 5 and so on, and from 8 on alike, as they are added up */
 #pragma GCC unroll 1
     for (int pair = 0; pair < 8; pair += PAIRS(count)) {
         const int64_t *places = s->places + key + pair / 4 * 8 + pair % 4;
@@ -313,7 +317,8 @@ INLINE void multiply_pairs(const Cached *c, const Sweep *s, int64_t key, const f
     for (int q = 0; q < count; q++) to[q * (SWEEP / 16)] = sums_of_halves(products[q]);
 }
 
-/* Add the values of a sweep from the number `i` on, times their shares, for `wide` vectors. */
+/* Add the values of a sweep from the number `i` on, `wide` vectors of them, times the shares of `count` queries, to
+   `sums` [count, room]; what was there fades. */
 INLINE void add_vectors(const Cached *c, const Sweep *s, int64_t i, float (*shares)[SWEEP], const float *fades,
                         int64_t head_dim, float *sums, int64_t room, const int count, const int wide, int half) {
     const int64_t end = s->end - s->start;
@@ -338,6 +343,7 @@ INLINE void add_vectors(const Cached *c, const Sweep *s, int64_t i, float (*shar
         }
 }
 
+/* The same for all their numbers. */
 INLINE void add_rows(const Cached *c, const Sweep *s, float (*shares)[SWEEP], const float *fades, int64_t head_dim,
                      float *sums, int64_t room, const int count, int half) {
     int64_t i = 0;
@@ -362,8 +368,8 @@ INLINE void vectors_by_rows(const Cached *c, const View *views, int64_t count, F
         for (int64_t i = 0; i < head_dim; i += 16) {
             float own[16];
             order_numbers(views[q].query, i, head_dim, half, own);
-            _mm512_storeu_ps(queries[q] + 2 * i, _mm512_castsi512_ps(halves_at(own, own)));
-            if (i + 8 < numbers) _mm512_storeu_ps(queries[q] + 2 * i + 16, _mm512_castsi512_ps(halves_at(own + 8, own + 8)));
+            for (int64_t j = 0; j < 16 && i + j < numbers; j += 8)
+                _mm512_storeu_ps(queries[q] + 2 * (i + j), _mm512_castsi512_ps(halves_at(own + j, own + j)));
         }
         for (int64_t i = 0; i < room; i += 16) _mm512_storeu_ps(found.sums + q * room + i, _mm512_setzero_ps());
     }

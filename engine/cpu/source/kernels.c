@@ -408,7 +408,9 @@ INLINE void attend(Thread *t, const Model *m, const Layer *l, const Token *token
             const int64_t at = (row * l->num_q_heads + head * group_size + q % group_size) * head_dim;
             for (int64_t i = 0; i < head_dim; i += 16) {
                 const __mmask16 mask = tail_mask(head_dim - i);
-                __m512 v = _mm512_mul_ps(_mm512_loadu_ps(sums + q * stride + i), scale);
+                /* A zero has no sign: it has it only where nothing was added to it. */
+                __m512 v = _mm512_add_ps(_mm512_loadu_ps(sums + q * stride + i), _mm512_setzero_ps());
+                v = _mm512_mul_ps(v, scale);
                 if (l->has_gates) v = _mm512_mul_ps(v, sigmoid(load(views[q].query, head_dim + i, mask, 0)));
                 store(m->mixed, at + i, v, mask, half);
             }
