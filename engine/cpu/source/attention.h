@@ -139,7 +139,7 @@ INLINE __m512 score_lanes(const Cached *c, Lanes *l, int64_t start, int64_t coun
         for (int j = 0; j < 4; j++) mosts[j] = _mm512_max_ps(mosts[j], _mm512_loadu_ps(scores[i + j]));
     mosts[0] = _mm512_max_ps(_mm512_max_ps(mosts[0], mosts[1]), _mm512_max_ps(mosts[2], mosts[3]));
     const __m512 most = _mm512_max_ps(l->most, _mm512_mul_ps(mosts[0], *scale));
-    const __m512 fade = power_of_two(_mm512_sub_ps(l->most, most));
+    const __m512 fade = power_of_two(_mm512_sub_ps(l->most, most), 0);
     l->most = most;
     return fade;
 }

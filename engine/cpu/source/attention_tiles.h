@@ -74,10 +74,11 @@ static Span span_at(const Cached *c, int64_t start, int64_t first, int64_t end, 
 /* Fetch the part of the next span. */
 INLINE void fetch_part(const Cached *c, int64_t key, int64_t end, int64_t head_dim) {
     for (int64_t at = key; at < key + PART && at < end; at += 16) {
-        const char *next = (const char *)c->pool + 2 * place_of(c, at, head_dim);
+        const char *keys = (const char *)c->pool + 2 * place_of(c, at, head_dim);
+        const char *values = keys + 2 * to_values(c, head_dim);
         for (int64_t i = 0; i < 32 * head_dim; i += 64) {
-            _mm_prefetch(next + i, _MM_HINT_T0);
-            _mm_prefetch(next + 2 * to_values(c, head_dim) + i, _MM_HINT_T0);
+            _mm_prefetch(keys + i, _MM_HINT_T0);
+            _mm_prefetch(values + i, _MM_HINT_T0);
         }
     }
 }
@@ -231,7 +232,7 @@ INLINE __m512 lanes_shares(const Cached *c, Lanes *l, int64_t start, int64_t fro
             __m512 two[2];
             for (int k = 0; k < 2; k++) {
                 const __m512 score = _mm512_load_ps(scores[part * PART + 16 * k + j]);
-                two[k] = power_of_two(_mm512_fmsub_ps(score, scale, most));
+                two[k] = power_of_two(_mm512_fmsub_ps(score, scale, most), 1);
                 sum = _mm512_add_ps(sum, two[k]);
             }
             split_pair(two[0], two[1], both);
@@ -405,7 +406,7 @@ static __attribute__((noinline)) void look_by_rows(const Cached *c, const View *
             const float now = fmaxf(mosts[q], _mm512_reduce_max_ps(most) * scale);
             fades[q] = mosts[q] - now, mosts[q] = now;
         }
-        const __m512 fade = power_of_two(_mm512_loadu_ps(fades));
+        const __m512 fade = power_of_two(_mm512_loadu_ps(fades), 0);
         _mm512_storeu_ps(fades, fade);
         for (int64_t q = 0; q < count; q++) {
             const __m512 most = _mm512_set1_ps(mosts[q]);
@@ -413,7 +414,7 @@ static __attribute__((noinline)) void look_by_rows(const Cached *c, const View *
             for (int64_t part = from; part < to; part++) {
                 __m512 two[2];
                 for (int j = 0; j < 2; j++) {
-                    two[j] = power_of_two(_mm512_fmsub_ps(rows[2 * part + j][q], _mm512_set1_ps(scale), most));
+                    two[j] = power_of_two(_mm512_fmsub_ps(rows[2 * part + j][q], _mm512_set1_ps(scale), most), 1);
                     total = _mm512_add_ps(total, two[j]);
                 }
                 __m512i both[SPLIT];

@@ -191,7 +191,7 @@ static __attribute__((noinline)) __m512 share_lanes(const Cached *c, Lanes *l, i
     for (int64_t j = 0; j < 16; j++) {
         __m512 sum = _mm512_setzero_ps();
         for (int64_t i = j; i < count; i += 16) {
-            const __m512 share = power_of_two(_mm512_fmadd_ps(_mm512_loadu_ps(scores[i]), scale, below));
+            const __m512 share = power_of_two(_mm512_fmadd_ps(_mm512_loadu_ps(scores[i]), scale, below), 0);
             _mm512_storeu_ps(scores[i], share);
             sum = _mm512_add_ps(sum, share);
         }
@@ -401,11 +401,11 @@ INLINE void vectors_by_rows(const Cached *c, const View *views, int64_t count, F
             fades[q] = mosts[q] - now, mosts[q] = now;
         }
         for (int64_t q = 0; q < count; q += 16)
-            _mm512_storeu_ps(fades + q, power_of_two(_mm512_loadu_ps(fades + q)));
+            _mm512_storeu_ps(fades + q, power_of_two(_mm512_loadu_ps(fades + q), 0));
         for (int64_t q = 0; q < count; q++) {
             __m512 sum = _mm512_setzero_ps();
             for (int64_t i = from; i < to; i++) {
-                const __m512 share = power_of_two(_mm512_fmadd_ps(scores[q][i], scale, _mm512_set1_ps(-mosts[q])));
+                const __m512 share = power_of_two(_mm512_fmadd_ps(scores[q][i], scale, _mm512_set1_ps(-mosts[q])), 0);
                 _mm512_storeu_ps(shares[q] + 16 * i, share);
                 sum = _mm512_add_ps(sum, share);
             }

@@ -105,18 +105,20 @@ INLINE __m512 exponential(__m512 x) {
     return _mm512_scalef_ps(p, n);
 }
 
-/* 2^x of numbers up to 0, exactly 1 of 0 and 0 of -INFINITY, within 2 units in the last place where it is 2^-126 or
-   more. NaN stays NaN. */
-INLINE __m512 power_of_two(__m512 x) {
+/* 2^x of numbers up to 0, exactly 1 of 0 and 0 of -INFINITY, within 1 unit in the last place, or 2 if `is_rough`, where
+   it is 2^-126 or more. NaN stays NaN. */
+INLINE __m512 power_of_two(__m512 x, const int is_rough) {
 #ifdef __AVX512DQ__
     const __m512 r = _mm512_reduce_ps(x, 9); /* x - floor(x), or 0 of infinity */
 #else
     x = _mm512_max_ps(_mm512_set1_ps(-127), x);
     const __m512 n = floats_floor(x), r = _mm512_sub_ps(x, n);
 #endif
-    __m512 p = _mm512_set1_ps(2.16129e-4f);
-    const float terms[] = {1.246785e-3f, 9.675452e-3f, 5.5485282e-2f, 2.4022931e-1f, 6.9314706e-1f, 1};
-    for (int i = 0; i < 6; i++) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(terms[i]));
+    const float rough[] = {0, 1.86713e-3f, 9.01703e-3f, 5.579991e-2f, 2.4016445e-1f, 6.9315131e-1f, 1};
+    const float exact[] = {2.16129e-4f, 1.246785e-3f, 9.675452e-3f, 5.5485282e-2f, 2.4022931e-1f, 6.9314706e-1f, 1};
+    __m512 p = _mm512_set1_ps(is_rough ? rough[1] : exact[0]);
+    for (int i = 1 + is_rough; i < 7; i++)
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(is_rough ? rough[i] : exact[i]));
 #ifdef __AVX512DQ__
     return _mm512_scalef_ps(p, x); /* takes floor(x) */
 #else
