@@ -144,9 +144,8 @@ INLINE __m512 score_lanes(const Cached *c, Lanes *l, int64_t start, int64_t coun
     return fade;
 }
 
-/* The lanes of 16 keys from `key` on that a query sees. */
-INLINE __mmask16 seen_of(const View *v, int64_t key) {
-    const int64_t before = v->first - key, left = v->end - key;
+/* The lanes of 16 keys that a query sees, of which those before the first one are `before`, and it ends after `left`. */
+INLINE __mmask16 seen_of(int64_t before, int64_t left) {
     return (left > 0 ? tail_mask(left) : 0) & ~(before > 0 ? tail_mask(before) : 0);
 }
 

@@ -399,8 +399,10 @@ static __attribute__((noinline)) void look_by_rows(const Cached *c, const View *
             __m512 most = _mm512_set1_ps(-INFINITY);
             for (int64_t i = 2 * from; i < 2 * to; i++) {
                 const int64_t key = start + 16 * i;
-                if (key < views[q].first || key + 16 > views[q].end)
-                    rows[i][q] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen_of(views + q, key), rows[i][q]);
+                if (key < views[q].first || key + 16 > views[q].end) {
+                    const __mmask16 seen = seen_of(views[q].first - key, views[q].end - key);
+                    rows[i][q] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, rows[i][q]);
+                }
                 most = _mm512_max_ps(most, rows[i][q]);
             }
             const float now = fmaxf(mosts[q], _mm512_reduce_max_ps(most) * scale);

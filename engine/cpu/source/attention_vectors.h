@@ -393,8 +393,10 @@ INLINE void vectors_by_rows(const Cached *c, const View *views, int64_t count, F
             scale = _mm512_set1_ps(cap_scores(c, (float (*)[16])(scores[q] + from), to - from));
             for (int64_t i = from; i < to; i++) {
                 const int64_t key = start + 16 * i;
-                if (key < views[q].first || key + 16 > views[q].end)
-                    scores[q][i] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen_of(views + q, key), scores[q][i]);
+                if (key < views[q].first || key + 16 > views[q].end) {
+                    const __mmask16 seen = seen_of(views[q].first - key, views[q].end - key);
+                    scores[q][i] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, scores[q][i]);
+                }
                 most = _mm512_max_ps(most, scores[q][i]);
             }
             const float now = fmaxf(mosts[q], _mm512_reduce_max_ps(most) * ((const float *)&scale)[0]);
