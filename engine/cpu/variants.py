@@ -20,8 +20,8 @@ SOURCES = tuple(
     Path(__file__).with_name("source") / name
     for name in (
         *("names.h", "narrow.h", "neon.h", "vectors.h", "product.h", "threads.h", "tiles.h", "levels.h"),
-        *("products.h", "attention.h", "attention_tiles.h", "convolution.h", "delta.h", "layer_inputs.h"),
-        *("mamba.h", "mixture.h", "rows.h"),
+        *("products.h", "attention.h", "attention_vectors.h", "attention_tiles.h", "convolution.h", "delta.h"),
+        *("layer_inputs.h", "mamba.h", "mixture.h", "rows.h"),
         *("levels.c", "kernels.c", "packing.c", "sampling.c"),
     )
 )

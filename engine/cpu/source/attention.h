@@ -4,7 +4,8 @@
 
 #include "vectors.h"
 
-enum { AHEAD = 64 }; /* keys that are fetched ahead */
+#define LOG2_E 1.44269504f
+#define LOWEST -1e30f /* below any score; its distance from itself is 0 */
 
 /* softcap * tanh(x / softcap) */
 INLINE __m512 capped(__m512 x, float softcap) {
@@ -14,21 +15,9 @@ INLINE __m512 capped(__m512 x, float softcap) {
     return _mm512_mul_ps(tanh, _mm512_set1_ps(softcap));
 }
 
-/* The sums of 16 vectors, in their order: 45 operations, where 16 times `_mm512_reduce_add_ps` takes 112. */
-INLINE __m512 sums_of(const __m512 v[16]) {
-    __m512 quads[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) quads[i] = interleaved_sums(v + 4 * i);
-    return quarters_sum(quarters_sum(quads[0], quads[1]), quarters_sum(quads[2], quads[3]));
-}
-
-/* T [count, head_dim] -> float32 [count, stride], zeros behind each row. */
-INLINE void widen_rows(const void *pool, int64_t from, int64_t count, int64_t head_dim, int64_t stride, float *to,
-                       int half) {
-    for (int64_t j = 0; j < count; j++)
-        for (int64_t i = 0; i < head_dim; i += 16)
-            _mm512_storeu_ps(to + j * stride + i, load(pool, from + j * head_dim + i, tail_mask(head_dim - i), half));
-}
+/* The sums of halves of 8 vectors: first those of the lower halves of the first four, of their upper halves, then of
+   the last four. */
+INLINE __m512 sums_of_halves(const __m512 v[8]) { return quarters_sum(interleaved_sums(v), interleaved_sums(v + 4)); }
 
 /* What the queries of adjacent tokens have found among the keys so far: for each the largest score, the sum of
    e^(score - most) in 16 parts, and the values weighted by these, [stride]. */
@@ -36,6 +25,12 @@ typedef struct {
     float *most, *sums;
     __m512 *totals;
 } Found;
+
+/* What a query sees: the keys from `first` to `end`. */
+typedef struct {
+    const float *query;
+    int64_t first, end;
+} View;
 
 /* The keys and values that one key-value head of a sequence attends to, and how scores become shares. */
 typedef struct {
@@ -54,73 +49,6 @@ INLINE int64_t place_of(const Cached *c, int64_t key, int64_t head_dim) {
 INLINE int64_t to_values(const Cached *c, int64_t head_dim) {
     return c->num_kv_heads * c->num_blocks * c->block_size * head_dim;
 }
-
-/* The next block is anywhere in memory. */
-INLINE void fetch(const Cached *c, int64_t key, int64_t head_dim, int half) {
-    const int64_t start = place_of(c, key / c->block_size * c->block_size, head_dim), bytes = half ? 2 : 4;
-    const char *next = (const char *)c->pool + start * bytes;
-    for (int64_t i = 0; i < 16 * head_dim * bytes; i += 64) {
-        _mm_prefetch(next + i, _MM_HINT_T0);
-        _mm_prefetch(next + to_values(c, head_dim) * bytes + i, _MM_HINT_T0);
-    }
-}
-
-/* The queries of one token, `each` numbers apart, look at the keys from `key` to `end`, up to 16 at a time. */
-INLINE void look_at(const Cached *c, const float *queries, int64_t count_queries, int64_t each, int64_t key,
-                    int64_t end, Found found, int64_t head_dim, int half) {
-    const int64_t stride = (head_dim + 63) / 64 * 64;
-    float keys[16 * stride], values[16 * stride];
-    __m512 shares[count_queries], fades[count_queries];
-    for (int64_t count; key < end; key += count) {
-        const int64_t inside = key % c->block_size, start = place_of(c, key, head_dim);
-        count = c->block_size - inside < 16 ? c->block_size - inside : 16;
-        if (count > end - key) count = end - key;
-        if (key + AHEAD < end) fetch(c, key + AHEAD, head_dim, half);
-        widen_rows(c->pool, start, count, head_dim, stride, keys, half);
-        widen_rows(c->pool, start + to_values(c, head_dim), count, head_dim, stride, values, half);
-        for (int64_t g = 0; g < count_queries; g++) { /* three separate loops expose more independent instructions */
-            __m512 products[16];
-#pragma GCC unroll 16
-            for (int j = 0; j < 16; j++) products[j] = _mm512_setzero_ps();
-            for (int64_t i = 0; i < head_dim; i += 16) {
-                __m512 query = load(queries, g * each + i, tail_mask(head_dim - i), 0);
-#pragma GCC unroll 16
-                for (int j = 0; j < 16; j++) /* the products beyond `count` are garbage and masked below */
-                    products[j] = _mm512_fmadd_ps(query, _mm512_loadu_ps(keys + j * stride + i), products[j]);
-            }
-            __m512 scores = _mm512_mul_ps(sums_of(products), _mm512_set1_ps(c->scaling));
-            if (c->softcap) scores = capped(scores, c->softcap);
-            shares[g] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), tail_mask(count), scores);
-        }
-        for (int64_t g = 0; g < count_queries; g++) {
-            float now = fmaxf(found.most[g], _mm512_reduce_max_ps(shares[g]));
-            fades[g] = exponential(_mm512_set1_ps(found.most[g] - now));
-            shares[g] = exponential(_mm512_sub_ps(shares[g], _mm512_set1_ps(now)));
-            found.totals[g] = _mm512_fmadd_ps(found.totals[g], fades[g], shares[g]);
-            found.most[g] = now;
-        }
-        for (int64_t g = 0; g < count_queries; g++)
-            for (int64_t i = 0; i < stride; i += 64) {
-                __m512 parts[4];
-                for (int k = 0; k < 4; k++)
-                    parts[k] = _mm512_mul_ps(fades[g], _mm512_loadu_ps(found.sums + g * stride + i + 16 * k));
-                for (int64_t j = 0; j < count; j++)
-                    for (int k = 0; k < 4; k++)
-                        parts[k] = _mm512_fmadd_ps(_mm512_set1_ps(((float *)&shares[g])[j]),
-                                                   _mm512_loadu_ps(values + j * stride + i + 16 * k), parts[k]);
-                for (int k = 0; k < 4; k++) _mm512_storeu_ps(found.sums + g * stride + i + 16 * k, parts[k]);
-            }
-    }
-}
-
-enum { ABREAST = WIDE(4) }; /* queries whose sums fit into registers */
-
-/* The compiler would read a vector from memory for each of them. */
-#ifdef __AVX512BW__
-#define KEEP(vector) __asm__("" : "+v"(vector))
-#else
-#define KEEP(vector)
-#endif
 
 /* Numbers [16, 16], rows `stride` apart, transposed. */
 INLINE void transpose(const float *from, int64_t stride, float *to) {
@@ -148,105 +76,88 @@ INLINE void transpose(const float *from, int64_t stride, float *to) {
     }
 }
 
-/* The products of ABREAST queries with 16 keys, `keys` [head_dim, 16], added up in the order of `look_at`. */
-INLINE void products_of(const float *const *queries, const float *keys, int64_t head_dim, __m512 *to) {
-    __m512 first[ABREAST];
-#pragma GCC unroll 1
-    for (int k = 0; k < 4; k++) {
-        __m512 sums[ABREAST][4];
-#pragma GCC unroll 4
-        for (int q = 0; q < ABREAST; q++)
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) sums[q][j] = _mm512_setzero_ps();
-#pragma GCC unroll 1
-        for (int64_t i = 4 * k; i < head_dim; i += 16)
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) {
-                __m512 key = _mm512_loadu_ps(keys + (i + j) * 16);
-                KEEP(key);
-#pragma GCC unroll 4
-                for (int q = 0; q < ABREAST; q++)
-                    sums[q][j] = _mm512_fmadd_ps(_mm512_set1_ps(queries[q][i + j]), key, sums[q][j]);
-            }
-#pragma GCC unroll 4
-        for (int q = 0; q < ABREAST; q++) {
-            const __m512 even = _mm512_add_ps(sums[q][0], sums[q][2]), odd = _mm512_add_ps(sums[q][1], sums[q][3]);
-            const __m512 quarter = _mm512_add_ps(even, odd);
-            if (k % 2 == 0) first[q] = quarter;
-            else if (k == 1) to[q] = _mm512_add_ps(first[q], quarter);
-            else to[q] = _mm512_add_ps(to[q], _mm512_add_ps(first[q], quarter));
-        }
-    }
+/* Scores from products, [count, 16], if there is more to do than to scale them. Returns the scale of what is there
+   now, as powers of 2. */
+INLINE float cap_scores(const Cached *c, float (*scores)[16], int64_t count) {
+    if (!c->softcap) return c->scaling * LOG2_E;
+    for (int64_t i = 0; i < count; i++)
+        _mm512_storeu_ps(scores[i],
+                         capped(_mm512_mul_ps(_mm512_loadu_ps(scores[i]), _mm512_set1_ps(c->scaling)), c->softcap));
+    return LOG2_E;
 }
 
-/* As `look_at`, with the same bits, for `count` queries, a multiple of ABREAST, which look at the same keys: from `key`
-   to `end`, both multiples of 16. */
-INLINE void look_at_parts(const Cached *c, const float *const *queries, int64_t count, int64_t key, int64_t end,
-                          Found found, int64_t head_dim, int half) {
-    const int64_t stride = (head_dim + 63) / 64 * 64;
-    float keys[16 * stride], values[16 * stride], turned[16 * head_dim], fades[count + 16];
-    __m512 shares[count];
-    for (; key < end; key += 16) {
-        const int64_t start = place_of(c, key, head_dim);
-        if (key + AHEAD < end) fetch(c, key + AHEAD, head_dim, half);
-        widen_rows(c->pool, start, 16, head_dim, stride, keys, half);
-        widen_rows(c->pool, start + to_values(c, head_dim), 16, head_dim, stride, values, half);
-        for (int64_t i = 0; i < head_dim; i += 16) transpose(keys + i, stride, turned + 16 * i);
-        for (int64_t q = 0; q < count; q += ABREAST) products_of(queries + q, turned, head_dim, shares + q);
-        for (int64_t q = 0; q < count; q++) {
-            shares[q] = _mm512_mul_ps(shares[q], _mm512_set1_ps(c->scaling));
-            if (c->softcap) shares[q] = capped(shares[q], c->softcap);
-            const float now = fmaxf(found.most[q], _mm512_reduce_max_ps(shares[q]));
-            fades[q] = found.most[q] - now, found.most[q] = now;
-            shares[q] = exponential(_mm512_sub_ps(shares[q], _mm512_set1_ps(now)));
-        }
-        for (int64_t q = 0; q < count; q += 16)
-            _mm512_storeu_ps(fades + q, exponential(load(fades, q, tail_mask(count - q), 0)));
-        for (int64_t q = 0; q < count; q++)
-            found.totals[q] = _mm512_fmadd_ps(found.totals[q], _mm512_set1_ps(fades[q]), shares[q]);
-        for (int64_t q = 0; q < count; q += ABREAST)
-            for (int64_t i = 0; i < stride; i += 64) {
-                __m512 parts[ABREAST][4];
-                float *sums = found.sums + q * stride + i;
-#pragma GCC unroll 4
-                for (int a = 0; a < ABREAST; a++)
-#pragma GCC unroll 4
-                    for (int k = 0; k < 4; k++)
-                        parts[a][k] =
-                            _mm512_mul_ps(_mm512_set1_ps(fades[q + a]), _mm512_loadu_ps(sums + a * stride + 16 * k));
-#pragma GCC unroll 1
-                for (int64_t j = 0; j < 16; j++) {
-                    __m512 value[4];
-#pragma GCC unroll 4
-                    for (int k = 0; k < 4; k++) {
-                        value[k] = _mm512_loadu_ps(values + j * stride + i + 16 * k);
-                        KEEP(value[k]);
-                    }
-#pragma GCC unroll 4
-                    for (int a = 0; a < ABREAST; a++) {
-                        const __m512 share = _mm512_set1_ps(((const float *)&shares[q + a])[j]);
-#pragma GCC unroll 4
-                        for (int k = 0; k < 4; k++) parts[a][k] = _mm512_fmadd_ps(share, value[k], parts[a][k]);
-                    }
-                }
-#pragma GCC unroll 4
-                for (int a = 0; a < ABREAST; a++)
-#pragma GCC unroll 4
-                    for (int k = 0; k < 4; k++) _mm512_storeu_ps(sums + a * stride + 16 * k, parts[a][k]);
-            }
+/* 16 queries, one in each lane. */
+typedef struct {
+    float totals[16][16] __attribute__((aligned(64))); /* of the shares of keys, by their number modulo 16 */
+    __m512 most;
+    int32_t firsts[16], ends[16];
+    int64_t first, end, all_first, all_end; /* keys that any of them sees, and that all do */
+} Lanes;
+
+static Lanes lanes_of(const View *views, int64_t count, const float *mosts, const __m512 *totals) {
+    Lanes l = {.all_first = views[0].first, .all_end = views[0].end, .first = views[0].first, .end = views[0].end};
+    float most[16], turned[16][16];
+    for (int64_t q = 0; q < 16; q++) {
+        const int64_t own = q < count ? q : count - 1;
+        const View *v = views + own;
+        l.firsts[q] = v->first, l.ends[q] = v->end;
+        if (v->first < l.first) l.first = v->first;
+        if (v->first > l.all_first) l.all_first = v->first;
+        if (v->end < l.all_end) l.all_end = v->end;
+        if (v->end > l.end) l.end = v->end;
+        most[q] = fmaxf(LOWEST, mosts[own] * LOG2_E);
+        _mm512_storeu_ps(turned[q], totals[own]);
     }
+    l.most = _mm512_loadu_ps(most);
+    transpose(turned[0], 16, l.totals[0]);
+    return l;
 }
 
-#define LOOK_TOGETHER(name, half)                                                                                     \
-    static __attribute__((noinline)) void name(const Cached *c, const float *const *queries, int64_t count,           \
-                                               int64_t key, int64_t end, Found found, int64_t head_dim) {             \
-        switch (head_dim) {                                                                                           \
-        case 32: look_at_parts(c, queries, count, key, end, found, 32, half); break;                                  \
-        case 64: look_at_parts(c, queries, count, key, end, found, 64, half); break;                                  \
-        case 128: look_at_parts(c, queries, count, key, end, found, 128, half); break;                                \
-        case 256: look_at_parts(c, queries, count, key, end, found, 256, half); break;                                \
-        default: look_at_parts(c, queries, count, key, end, found, head_dim, half);                                   \
-        }                                                                                                             \
+/* By how much 16 numbers of keys lie behind `start`. */
+INLINE __m512 behind(const int32_t *keys, int64_t start) {
+    return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_loadu_si512(keys), _mm512_set1_epi32((int32_t)-start)));
+}
+
+/* Scores of `count` keys from `start` on, a multiple of 4, from their products; -INFINITY where a query does not see
+   the key. Their scale, as powers of 2, is in `scale` then. Returns by how much what was found before fades. */
+INLINE __m512 score_lanes(const Cached *c, Lanes *l, int64_t start, int64_t count, float (*scores)[16],
+                          __m512 *scale) {
+    *scale = _mm512_set1_ps(cap_scores(c, scores, count));
+    if (start < l->all_first || start + count > l->all_end) {
+        const __m512 firsts = behind(l->firsts, start), ends = behind(l->ends, start);
+        for (int64_t i = 0; i < count; i++) {
+            const __m512 key = _mm512_set1_ps(i);
+            const __mmask16 seen =
+                _mm512_cmp_ps_mask(key, firsts, _CMP_GE_OQ) & _mm512_cmp_ps_mask(ends, key, _CMP_GT_OQ);
+            _mm512_storeu_ps(scores[i],
+                             _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, _mm512_loadu_ps(scores[i])));
+        }
     }
-LOOK_TOGETHER(together_bf16, 1)
-LOOK_TOGETHER(together_f32, 0)
+    __m512 mosts[4];
+    for (int j = 0; j < 4; j++) mosts[j] = _mm512_set1_ps(-INFINITY);
+    for (int64_t i = 0; i < count; i += 4)
+        for (int j = 0; j < 4; j++) mosts[j] = _mm512_max_ps(mosts[j], _mm512_loadu_ps(scores[i + j]));
+    mosts[0] = _mm512_max_ps(_mm512_max_ps(mosts[0], mosts[1]), _mm512_max_ps(mosts[2], mosts[3]));
+    const __m512 most = _mm512_max_ps(l->most, _mm512_mul_ps(mosts[0], *scale));
+    const __m512 fade = power_of_two(_mm512_sub_ps(l->most, most), 0);
+    l->most = most;
+    return fade;
+}
+
+/* The lanes of 16 keys that a query sees, of which those before the first one are `before`, and it ends after `left`. */
+INLINE __mmask16 seen_of(int64_t before, int64_t left) {
+    return (left > 0 ? tail_mask(left) : 0) & ~(before > 0 ? tail_mask(before) : 0);
+}
+
+/* Whether the values of the keys from `key` to `end` are finite: a share of 0 leaves no trace of those. */
+INLINE int are_finite(const Cached *c, int64_t key, int64_t end, int64_t head_dim, int half) {
+    __mmask16 found = 0xffff;
+    for (; key < end; key++) {
+        const int64_t at = place_of(c, key, head_dim) + to_values(c, head_dim);
+        for (int64_t i = 0; i < head_dim; i += 16) {
+            const __m512 value = load(c->pool, at + i, tail_mask(head_dim - i), half);
+            found &= _mm512_cmp_ps_mask(_mm512_sub_ps(value, value), _mm512_setzero_ps(), _CMP_EQ_OQ);
+        }
+    }
+    return found == 0xffff;
+}

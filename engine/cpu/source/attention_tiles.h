@@ -8,38 +8,21 @@
 
 #pragma once
 
-#include "attention.h"
+#include "attention_vectors.h"
 #include "tiles.h"
 
 #include <string.h>
-
-/* What a query sees: the keys from `first` to `end`. */
-typedef struct {
-    const float *query;
-    int64_t first, end;
-} View;
 
 #if defined __AMX_BF16__ && defined __linux__
 enum { SPAN = 128, PART = 32 }; /* keys */
 enum { TILE_BYTES = 1024 };
 enum { SPLIT = 2 }; /* tiles of numbers: of their upper halves, and of the rests */
-#define LOG2_E 1.44269504f
-#define LOWEST -1e30f /* below any score; its distance from itself is 0 */
 
 typedef struct {
     const char *keys[SPAN / 16]; /* by 16; where nobody looks, others in their place */
     int64_t to_values;           /* bytes */
     int64_t start, first, end;   /* keys of the span that anybody sees: from `start` on, of these those to `end` */
 } Span;
-
-/* 2^x, exactly 1 of 0 and 0 of -INFINITY, within 2 units in the last place. NaN stays NaN. */
-INLINE __m512 power_of_two(__m512 x) {
-    const __m512 r = _mm512_reduce_ps(x, 9); /* x - floor(x), or 0 of infinity */
-    __m512 p = _mm512_set1_ps(1.86713e-3f);
-    const float terms[] = {9.01703e-3f, 5.579991e-2f, 2.4016445e-1f, 6.9315131e-1f, 1};
-    for (int i = 0; i < 5; i++) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(terms[i]));
-    return _mm512_scalef_ps(p, x); /* takes floor(x) */
-}
 
 /* The upper halves of numbers, those of `even` in the lower halves of the lanes: pairs of bfloat16. */
 INLINE __m512i upper_halves(__m512 even, __m512 odd) {
@@ -91,10 +74,11 @@ static Span span_at(const Cached *c, int64_t start, int64_t first, int64_t end, 
 /* Fetch the part of the next span. */
 INLINE void fetch_part(const Cached *c, int64_t key, int64_t end, int64_t head_dim) {
     for (int64_t at = key; at < key + PART && at < end; at += 16) {
-        const char *next = (const char *)c->pool + 2 * place_of(c, at, head_dim);
+        const char *keys = (const char *)c->pool + 2 * place_of(c, at, head_dim);
+        const char *values = keys + 2 * to_values(c, head_dim);
         for (int64_t i = 0; i < 32 * head_dim; i += 64) {
-            _mm_prefetch(next + i, _MM_HINT_T0);
-            _mm_prefetch(next + 2 * to_values(c, head_dim) + i, _MM_HINT_T0);
+            _mm_prefetch(keys + i, _MM_HINT_T0);
+            _mm_prefetch(values + i, _MM_HINT_T0);
         }
     }
 }
@@ -152,16 +136,6 @@ static void score(const Scoring *s) {
     COMPILER_BARRIER;
 }
 
-/* Scores from products, [count, 16], if there is more to do than to scale them. Returns the scale of what is there
-   now, as powers of 2. */
-INLINE float cap_scores(const Cached *c, float (*scores)[16], int64_t count) {
-    if (!c->softcap) return c->scaling * LOG2_E;
-    for (int64_t i = 0; i < count; i++)
-        _mm512_storeu_ps(scores[i],
-                         capped(_mm512_mul_ps(_mm512_loadu_ps(scores[i]), _mm512_set1_ps(c->scaling)), c->softcap));
-    return LOG2_E;
-}
-
 /* 32 numbers of the values of a pair of keys, `pair` and 16 behind it, alternating: of each eight numbers the first
    four, then the last four. Zeros where nobody looks. */
 INLINE void load_values(const Span *span, int64_t part, int64_t pair, int64_t i, int64_t head_dim, __m512i to[2]) {
@@ -175,26 +149,16 @@ INLINE void load_values(const Span *span, int64_t part, int64_t pair, int64_t i,
     to[0] = _mm512_unpacklo_epi16(rows[0], rows[1]), to[1] = _mm512_unpackhi_epi16(rows[0], rows[1]);
 }
 
-/* What has been found for 32 numbers in the order of `load_values`, in their own. A zero has no sign then, as it has it
-   only where nothing was added to it. */
+/* What has been found for 32 numbers in the order of `load_values`, in their own. */
 INLINE void store_found(__m512 first, __m512 last, float *to) {
     const __m512i front = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
     const __m512i back = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
-    first = _mm512_add_ps(first, _mm512_setzero_ps()), last = _mm512_add_ps(last, _mm512_setzero_ps());
     const __m512d a = _mm512_castps_pd(first), b = _mm512_castps_pd(last);
     _mm512_storeu_ps(to, _mm512_castpd_ps(_mm512_permutex2var_pd(a, front, b)));
     _mm512_storeu_ps(to + 16, _mm512_castpd_ps(_mm512_permutex2var_pd(a, back, b)));
 }
 
 /* ---- Many queries: 16 lanes, values are turned ---- */
-
-/* 16 queries, one in each lane. */
-typedef struct {
-    float totals[16][16] __attribute__((aligned(64))); /* of the shares of keys, by their number modulo 16 */
-    __m512 most;
-    __m512i firsts, ends;
-    int64_t first, end, all_first, all_end; /* keys that any of them sees, and that all do */
-} Lanes;
 
 /* The values of a span by number: for each part, for each 16 numbers a tile [16, 32 keys]. */
 static void turn_values(const Cached *c, const Span *span, int64_t end, int64_t head_dim, uint8_t *to) {
@@ -258,22 +222,9 @@ static void add(const Adding *a) {
    earlier ones fade. */
 INLINE __m512 lanes_shares(const Cached *c, Lanes *l, int64_t start, int64_t from, int64_t to, float (*scores)[16],
                            uint8_t (*shares)[SPLIT][TILE_BYTES]) {
-    const int64_t first = from * PART, end = to * PART;
-    const __m512 scale = _mm512_set1_ps(cap_scores(c, scores + first, end - first));
-    if (start + first < l->all_first || start + end > l->all_end)
-        for (int64_t i = first; i < end; i++) {
-            const __m512i key = _mm512_set1_epi32(start + i);
-            const __mmask16 seen = _mm512_cmple_epi32_mask(l->firsts, key) & _mm512_cmplt_epi32_mask(key, l->ends);
-            _mm512_store_ps(scores[i], _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, _mm512_load_ps(scores[i])));
-        }
-    __m512 mosts[4];
-    for (int j = 0; j < 4; j++) mosts[j] = _mm512_set1_ps(-INFINITY);
-    for (int64_t i = first; i < end; i += 4)
-        for (int j = 0; j < 4; j++) mosts[j] = _mm512_max_ps(mosts[j], _mm512_load_ps(scores[i + j]));
-    mosts[0] = _mm512_max_ps(_mm512_max_ps(mosts[0], mosts[1]), _mm512_max_ps(mosts[2], mosts[3]));
-    const __m512 most = _mm512_max_ps(l->most, _mm512_mul_ps(mosts[0], scale));
-    const __m512 fade = power_of_two(_mm512_sub_ps(l->most, most));
-    l->most = most;
+    __m512 scale;
+    const __m512 fade = score_lanes(c, l, start + from * PART, (to - from) * PART, scores + from * PART, &scale);
+    const __m512 most = l->most;
     for (int64_t j = 0; j < 16; j++) {
         __m512 sum = _mm512_setzero_ps();
         for (int64_t part = from; part < to; part++) {
@@ -281,7 +232,7 @@ INLINE __m512 lanes_shares(const Cached *c, Lanes *l, int64_t start, int64_t fro
             __m512 two[2];
             for (int k = 0; k < 2; k++) {
                 const __m512 score = _mm512_load_ps(scores[part * PART + 16 * k + j]);
-                two[k] = power_of_two(_mm512_fmsub_ps(score, scale, most));
+                two[k] = power_of_two(_mm512_fmsub_ps(score, scale, most), 1);
                 sum = _mm512_add_ps(sum, two[k]);
             }
             split_pair(two[0], two[1], both);
@@ -290,27 +241,6 @@ INLINE __m512 lanes_shares(const Cached *c, Lanes *l, int64_t start, int64_t fro
         _mm512_store_ps(l->totals[j], _mm512_fmadd_ps(_mm512_load_ps(l->totals[j]), fade, sum));
     }
     return fade;
-}
-
-static Lanes lanes_of(const View *views, int64_t count, const float *mosts, const __m512 *totals) {
-    Lanes l = {.all_first = views[0].first, .all_end = views[0].end, .first = views[0].first, .end = views[0].end};
-    float most[16], turned[16][16];
-    int32_t firsts[16], ends[16];
-    for (int64_t q = 0; q < 16; q++) {
-        const int64_t own = q < count ? q : count - 1;
-        const View *v = views + own;
-        firsts[q] = v->first, ends[q] = v->end;
-        if (v->first < l.first) l.first = v->first;
-        if (v->first > l.all_first) l.all_first = v->first;
-        if (v->end < l.all_end) l.all_end = v->end;
-        if (v->end > l.end) l.end = v->end;
-        most[q] = fmaxf(LOWEST, mosts[own] * LOG2_E);
-        _mm512_storeu_ps(turned[q], totals[own]);
-    }
-    l.most = _mm512_loadu_ps(most);
-    l.firsts = _mm512_loadu_si512(firsts), l.ends = _mm512_loadu_si512(ends);
-    transpose(turned[0], 16, l.totals[0]);
-    return l;
 }
 
 /* What those number `n` of the lanes see of a span; nothing behind the last ones. */
@@ -470,8 +400,7 @@ static __attribute__((noinline)) void look_by_rows(const Cached *c, const View *
             for (int64_t i = 2 * from; i < 2 * to; i++) {
                 const int64_t key = start + 16 * i;
                 if (key < views[q].first || key + 16 > views[q].end) {
-                    const int64_t before = views[q].first - key, left = views[q].end - key;
-                    const __mmask16 seen = (left > 0 ? tail_mask(left) : 0) & ~(before > 0 ? tail_mask(before) : 0);
+                    const __mmask16 seen = seen_of(views[q].first - key, views[q].end - key);
                     rows[i][q] = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, rows[i][q]);
                 }
                 most = _mm512_max_ps(most, rows[i][q]);
@@ -479,7 +408,7 @@ static __attribute__((noinline)) void look_by_rows(const Cached *c, const View *
             const float now = fmaxf(mosts[q], _mm512_reduce_max_ps(most) * scale);
             fades[q] = mosts[q] - now, mosts[q] = now;
         }
-        const __m512 fade = power_of_two(_mm512_loadu_ps(fades));
+        const __m512 fade = power_of_two(_mm512_loadu_ps(fades), 0);
         _mm512_storeu_ps(fades, fade);
         for (int64_t q = 0; q < count; q++) {
             const __m512 most = _mm512_set1_ps(mosts[q]);
@@ -487,7 +416,7 @@ static __attribute__((noinline)) void look_by_rows(const Cached *c, const View *
             for (int64_t part = from; part < to; part++) {
                 __m512 two[2];
                 for (int j = 0; j < 2; j++) {
-                    two[j] = power_of_two(_mm512_fmsub_ps(rows[2 * part + j][q], _mm512_set1_ps(scale), most));
+                    two[j] = power_of_two(_mm512_fmsub_ps(rows[2 * part + j][q], _mm512_set1_ps(scale), most), 1);
                     total = _mm512_add_ps(total, two[j]);
                 }
                 __m512i both[SPLIT];
@@ -511,37 +440,10 @@ INLINE int has_tiles_for(int64_t head_dim, int64_t block_size, int half) {
     return half && has_tiles && head_dim % 32 == 0 && block_size % 16 == 0;
 }
 
-/* Queries that share turned values: as many as the L2 cache has room for. */
-INLINE int64_t most_queries(int64_t head_dim) { return head_dim < 1024 ? 16384 / head_dim / 16 * 16 : 16; }
-
-/* Whether the values of the keys from `key` to `end` are finite: a share of 0 leaves no trace of those. */
-static int are_finite(const Cached *c, int64_t key, int64_t end, int64_t head_dim) {
-    const __m512i exponent = _mm512_set1_epi16(0x7f80);
-    __mmask32 found = 0;
-    for (; key < end; key++) {
-        const uint16_t *value = (const uint16_t *)c->pool + place_of(c, key, head_dim) + to_values(c, head_dim);
-        for (int64_t i = 0; i < head_dim; i += 32) {
-            const __m512i numbers = _mm512_and_si512(_mm512_loadu_si512(value + i), exponent);
-            found |= _mm512_cmpeq_epi16_mask(numbers, exponent);
-        }
-    }
-    return !found;
-}
-
-/* The queries of some tokens, one behind the other, look at what each sees. `found` has what came before, and no
-   values yet. */
-static void look_on_tiles(const Cached *c, const View *views, int64_t count, Found found, int64_t head_dim) {
-    const View *last = views + count - 1;
-    int64_t each = count;
-    if (!are_finite(c, views->first, last->first, head_dim) || !are_finite(c, views->end, last->end, head_dim))
-        for (each = 1; views[each].end == views->end && each < count;) each++;
-    for (int64_t q = 0; q < count; q += each) {
-        const Found own = {found.most + q, found.sums + q * ((head_dim + 63) / 64 * 64), found.totals + q};
-        (each > 16 ? look_by_lanes : look_by_rows)(c, views + q, each, own, head_dim);
-    }
+static void look_by_tiles(const Cached *c, const View *views, int64_t count, Found found, int64_t head_dim) {
+    (count > 16 ? look_by_lanes : look_by_rows)(c, views, count, found, head_dim);
 }
 #else
 INLINE int has_tiles_for(int64_t head_dim, int64_t block_size, int half) { return 0; }
-INLINE int64_t most_queries(int64_t head_dim) { return 1; }
-static void look_on_tiles(const Cached *c, const View *views, int64_t count, Found found, int64_t head_dim) {}
+static void look_by_tiles(const Cached *c, const View *views, int64_t count, Found found, int64_t head_dim) {}
 #endif

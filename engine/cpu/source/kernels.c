@@ -339,18 +339,13 @@ INLINE int64_t first_key(const Layer *l, const Token *token) {
     return token->position + 1 > l->window ? token->position + 1 - l->window : 0;
 }
 
-/* Tokens of a sequence that attend together, so that its keys are read once for all; as many as the caches have room
-   for, and few enough for every thread to have some. */
-INLINE int64_t most_together(const Thread *t, const Model *m, const Layer *l, int64_t rows, int64_t head_dim,
-                             int half) {
-    const int64_t group_size = l->num_q_heads / l->num_kv_heads;
-    if (has_tiles_for(head_dim, m->block_size, half)) {
-        const int64_t most = most_queries(head_dim) / group_size, fair = rows * l->num_kv_heads / (4 * t->count);
-        const int64_t least = (32 + group_size - 1) / group_size, few = fair > least ? fair : least;
-        return most < 1 ? 1 : most < few ? most : few;
-    }
-    if (head_dim % 16 || m->block_size % 16) return 1;
-    return group_size >= 32 ? 1 : group_size <= 2 ? 16 : 32 / group_size;
+/* Tokens of a sequence that attend together, so that its keys and values are read once for all; as many as the L2
+   cache has room for, and few enough for every thread to have some, if they fill their lanes. */
+INLINE int64_t most_together(const Thread *t, const Layer *l, int64_t rows) {
+    const int64_t group_size = l->num_q_heads / l->num_kv_heads, most = 16384 / l->head_dim / 16 * 16 / group_size;
+    const int64_t fair = rows * l->num_kv_heads / (4 * t->count), least = (64 + group_size - 1) / group_size;
+    const int64_t few = fair > least ? fair : least;
+    return most < 1 ? 1 : most < few ? most : few;
 }
 
 /* Where the tokens that attend together begin, up to `most` of a sequence each, in equal parts; `rows` behind them.
@@ -366,69 +361,57 @@ INLINE int64_t parts_of(const Token *tokens, int64_t rows, int64_t most, int64_t
     return parts;
 }
 
-/* What `count` tokens find, `group_size` queries each: first what lies before the keys that all see in whole parts of
-   16, then those together, then what lies behind. */
-INLINE void look(const Cached *c, const Layer *l, const Token *tokens, int64_t count, const float *const *queries,
-                 int64_t group_size, Found found, int64_t head_dim, int half) {
-    const int64_t stride = (head_dim + 63) / 64 * 64, padded = (count * group_size + ABREAST - 1) / ABREAST * ABREAST;
-    int64_t from = 0, to = 0;
-    if (count > 1) {
-        from = (first_key(l, tokens + count - 1) + 15) / 16 * 16;
-        to = (tokens[0].position + 1) / 16 * 16;
-        if (to <= from) from = to = 0;
-    }
-#pragma GCC unroll 1
-    for (int behind = 0; behind < 2; behind++) {
-        for (int64_t r = 0; r < count; r++) {
-            const int64_t start = first_key(l, tokens + r), at = r * group_size;
-            const int64_t key = behind && to ? to : start, end = behind ? tokens[r].position + 1 : from;
-            const Found own = {found.most + at, found.sums + at * stride, found.totals + at};
-            look_at(c, queries[at], group_size, spread(l) * head_dim, key, end, own, head_dim, half);
-        }
-        if (!behind && to) (half ? together_bf16 : together_f32)(c, queries, padded, from, to, found, head_dim);
+/* The queries of some tokens, one behind the other, look at what each sees. `found` has what came before, and no
+   values yet. */
+static void look(const Cached *c, const View *views, int64_t count, Found found, int64_t head_dim, int half) {
+    const View *last = views + count - 1;
+    const int has_tiles = has_tiles_for(head_dim, c->block_size, half);
+    int64_t each = count;
+    if (!are_finite(c, views->first, last->first, head_dim, half) ||
+        !are_finite(c, views->end, last->end, head_dim, half))
+        for (each = 1; views[each].end == views->end && each < count;) each++;
+    for (int64_t q = 0; q < count; q += each) {
+        const Found own = {found.most + q, found.sums + q * ((head_dim + 63) / 64 * 64), found.totals + q};
+        if (has_tiles) look_by_tiles(c, views + q, each, own, head_dim);
+        else (half ? look_by_vectors_bf16 : look_by_vectors_f32)(c, views + q, each, own, head_dim);
     }
 }
 
 /* Causal attention of every token's queries over its cached keys -> T `mixed` [rows, Hq D]. A token has the same bits
    whichever others attend beside it. */
-INLINE void attend(Thread *t, const Model *m, const Layer *l, const Token *tokens, int64_t rows, int64_t head_dim,
-                   int half) {
-    const int64_t H = l->num_kv_heads, group_size = l->num_q_heads / H, each = spread(l) * head_dim;
-    const int64_t stride = (head_dim + 63) / 64 * 64;
+INLINE void attend(Thread *t, const Model *m, const Layer *l, const Token *tokens, int64_t rows, int half) {
+    const int64_t H = l->num_kv_heads, group_size = l->num_q_heads / H, head_dim = l->head_dim;
+    const int64_t each = spread(l) * head_dim, stride = (head_dim + 63) / 64 * 64;
     int64_t firsts[MOST_ROWS + 1];
-    const int64_t parts = parts_of(tokens, rows, most_together(t, m, l, rows, head_dim, half), firsts);
+    const int64_t parts = parts_of(tokens, rows, most_together(t, l, rows), firsts);
     NEXT(item, t, parts * H) {
         const int64_t first = firsts[item / H], count = firsts[item / H + 1] - first, head = item % H;
-        const int64_t num = count * group_size, padded = (num + ABREAST - 1) / ABREAST * ABREAST;
+        const int64_t num = count * group_size;
         const Cached cached = {l->pool,       table_of(tokens + first, l), head,       H,
                                l->num_blocks, m->block_size,               l->scaling, l->softcap};
-        const float *queries[padded];
-        View views[padded];
-        float most[padded], sums[padded * stride];
-        __m512 totals[padded];
-        for (int64_t q = 0; q < padded; q++) {
-            const int64_t own = q < num ? q : num - 1, g = head * group_size + own % group_size;
-            const Token *token = tokens + first + own / group_size;
-            queries[q] = m->qkv + (token - tokens) * l->qkv.outputs + g * each;
-            views[q] = (View){queries[q], first_key(l, token), token->position + 1};
+        View views[num];
+        float most[num], sums[num * stride];
+        __m512 totals[num];
+        for (int64_t q = 0; q < num; q++) {
+            const int64_t g = head * group_size + q % group_size;
+            const Token *token = tokens + first + q / group_size;
+            const float *query = m->qkv + (token - tokens) * l->qkv.outputs + g * each;
+            views[q] = (View){query, first_key(l, token), token->position + 1};
             most[q] = l->sinks ? l->sinks[g] : -INFINITY;
             totals[q] = l->sinks ? _mm512_mask_mov_ps(_mm512_setzero_ps(), 1, _mm512_set1_ps(1)) : _mm512_setzero_ps();
         }
         const Found found = {most, sums, totals};
-        if (has_tiles_for(head_dim, m->block_size, half)) {
-            look_on_tiles(&cached, views, num, found, head_dim);
-        } else {
-            for (int64_t i = 0; i < padded * stride; i++) sums[i] = 0;
-            look(&cached, l, tokens + first, count, queries, group_size, found, head_dim, half);
-        }
+        look(&cached, views, num, found, head_dim, half);
         for (int64_t q = 0; q < num; q++) {
             __m512 scale = _mm512_set1_ps(1 / _mm512_reduce_add_ps(totals[q]));
             const int64_t row = first + q / group_size;
             const int64_t at = (row * l->num_q_heads + head * group_size + q % group_size) * head_dim;
             for (int64_t i = 0; i < head_dim; i += 16) {
                 const __mmask16 mask = tail_mask(head_dim - i);
-                __m512 v = _mm512_mul_ps(_mm512_loadu_ps(sums + q * stride + i), scale);
-                if (l->has_gates) v = _mm512_mul_ps(v, sigmoid(load(queries[q], head_dim + i, mask, 0)));
+                /* A zero has no sign: it has it only where nothing was added to it. */
+                __m512 v = _mm512_add_ps(_mm512_loadu_ps(sums + q * stride + i), _mm512_setzero_ps());
+                v = _mm512_mul_ps(v, scale);
+                if (l->has_gates) v = _mm512_mul_ps(v, sigmoid(load(views[q].query, head_dim + i, mask, 0)));
                 store(m->mixed, at + i, v, mask, half);
             }
         }
@@ -436,30 +419,13 @@ INLINE void attend(Thread *t, const Model *m, const Layer *l, const Token *token
     wait_for_all(t);
 }
 
-/* A constant head_dim halves the time. Each is a function of its own, or else compiling them takes several times as
-   long. */
-#define ATTEND(name, head_dim, half)                                                                                  \
+#define ATTEND(name, half)                                                                                            \
     static __attribute__((noinline)) void name(Thread *t, const Model *m, const Layer *l, const Token *tokens,        \
                                                int64_t rows) {                                                        \
-        attend(t, m, l, tokens, rows, head_dim, half);                                                                \
+        attend(t, m, l, tokens, rows, half);                                                                          \
     }
-#define ATTENTION(name, half)                                                                                         \
-    ATTEND(name##_32, 32, half)                                                                                       \
-    ATTEND(name##_64, 64, half)                                                                                       \
-    ATTEND(name##_128, 128, half)                                                                                     \
-    ATTEND(name##_256, 256, half)                                                                                     \
-    ATTEND(name##_any, l->head_dim, half)                                                                             \
-    static void name(Thread *t, const Model *m, const Layer *l, const Token *tokens, int64_t rows) {                  \
-        switch (l->head_dim) {                                                                                        \
-        case 32: name##_32(t, m, l, tokens, rows); break;                                                             \
-        case 64: name##_64(t, m, l, tokens, rows); break;                                                             \
-        case 128: name##_128(t, m, l, tokens, rows); break;                                                           \
-        case 256: name##_256(t, m, l, tokens, rows); break;                                                           \
-        default: name##_any(t, m, l, tokens, rows);                                                                   \
-        }                                                                                                             \
-    }
-ATTENTION(attend_bf16, 1)
-ATTENTION(attend_f32, 0)
+ATTEND(attend_bf16, 1)
+ATTEND(attend_f32, 0)
 
 /* ---- Entry points ---- */
 

@@ -91,6 +91,10 @@ INLINE Ints ints_at(const void *from) {
     return (Ints){_mm256_loadu_si256(at), _mm256_loadu_si256(at + 1)};
 }
 
+INLINE Ints ints_of_halves(const void *low, const void *high) {
+    return (Ints){_mm256_loadu_si256(low), _mm256_loadu_si256(high)};
+}
+
 INLINE void floats_to(float *to, Floats v) {
     _mm256_storeu_ps(to, v.low);
     _mm256_storeu_ps(to + 8, v.high);
@@ -234,6 +238,8 @@ INLINE Floats floats_round(Floats v) {
     return (Floats){_mm256_round_ps(v.low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
                     _mm256_round_ps(v.high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
+
+INLINE Floats floats_floor(Floats v) { return (Floats){_mm256_floor_ps(v.low), _mm256_floor_ps(v.high)}; }
 
 /* v times 2^n, n a whole number from -252 to 254: in two steps, of which at most the second rounds. */
 INLINE Floats floats_scale(Floats v, Floats n) {

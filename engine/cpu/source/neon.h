@@ -114,6 +114,11 @@ INLINE Ints ints_at(const void *from) {
     return (Ints){vreinterpretq_s32_s8(vld1q_s8(at)), vreinterpretq_s32_s8(vld1q_s8(at + 16)),
                   vreinterpretq_s32_s8(vld1q_s8(at + 32)), vreinterpretq_s32_s8(vld1q_s8(at + 48))};
 }
+INLINE Ints ints_of_halves(const void *low, const void *high) {
+    const int8_t *a = low, *b = high;
+    return (Ints){vreinterpretq_s32_s8(vld1q_s8(a)), vreinterpretq_s32_s8(vld1q_s8(a + 16)),
+                  vreinterpretq_s32_s8(vld1q_s8(b)), vreinterpretq_s32_s8(vld1q_s8(b + 16))};
+}
 INLINE void floats_to(float *to, Floats v) {
     vst1q_f32(to, v.a), vst1q_f32(to + 4, v.b), vst1q_f32(to + 8, v.c), vst1q_f32(to + 12, v.d);
 }
@@ -256,6 +261,7 @@ INLINE Floats floats_shuffle_quarters(Floats v, Floats w, const int which) {
 /* ---- Exponents ---- */
 
 INLINE Floats floats_round(Floats v) { return FOUR(Floats, OF_ONE, vrndnq_f32, v); }
+INLINE Floats floats_floor(Floats v) { return FOUR(Floats, OF_ONE, vrndmq_f32, v); }
 
 /* v times 2^n, n a whole number from -252 to 254: in two steps, of which at most the second rounds. */
 INLINE float32x4_t scale(float32x4_t v, float32x4_t n) {

@@ -51,6 +51,16 @@ INLINE void store(void *to, int64_t i, __m512 v, __mmask16 mask, int half) {
     else _mm512_mask_storeu_ps((float *)to + i, mask, v);
 }
 
+/* 32 bytes from two places. */
+INLINE __m512i halves_at(const void *low, const void *high) {
+#ifdef __AVX512BW__
+    const __m512i v = _mm512_castsi256_si512(_mm256_loadu_si256(low));
+    return _mm512_inserti64x4(v, _mm256_loadu_si256(high), 1);
+#else
+    return ints_of_halves(low, high);
+#endif
+}
+
 /* Store 16 numbers that nobody reads soon, past the caches if the processor can: a line of them, 64 bytes. Call
    `streamed` before other threads read them. */
 INLINE void stream(float *to, __m512 v) {
@@ -93,4 +103,26 @@ INLINE __m512 exponential(__m512 x) {
     const float terms[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 0.5f, 1, 1};
     for (int i = 0; i < 7; i++) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(terms[i]));
     return _mm512_scalef_ps(p, n);
+}
+
+/* 2^x of numbers up to 0, exactly 1 of 0 and 0 of -INFINITY, within 1 unit in the last place, or 2 if `is_rough`, where
+   it is 2^-126 or more. NaN stays NaN. */
+INLINE __m512 power_of_two(__m512 x, const int is_rough) {
+#ifdef __AVX512DQ__
+    const __m512 r = _mm512_reduce_ps(x, 9); /* x - floor(x), or 0 of infinity */
+#else
+    x = _mm512_max_ps(_mm512_set1_ps(-127), x);
+    const __m512 n = floats_floor(x), r = _mm512_sub_ps(x, n);
+#endif
+    const float rough[] = {0, 1.86713e-3f, 9.01703e-3f, 5.579991e-2f, 2.4016445e-1f, 6.9315131e-1f, 1};
+    const float exact[] = {2.16129e-4f, 1.246785e-3f, 9.675452e-3f, 5.5485282e-2f, 2.4022931e-1f, 6.9314706e-1f, 1};
+    __m512 p = _mm512_set1_ps(is_rough ? rough[1] : exact[0]);
+    for (int i = 1 + is_rough; i < 7; i++)
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(is_rough ? rough[i] : exact[i]));
+#ifdef __AVX512DQ__
+    return _mm512_scalef_ps(p, x); /* takes floor(x) */
+#else
+    const __m512i exponent = _mm512_slli_epi32(_mm512_cvtps_epi32(n), 23);
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), exponent));
+#endif
 }

@@ -34,7 +34,7 @@ _MODEL = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # the least bound for the w
 _CLOSE = 0.05  # the distance of routes that rounding may exchange, in standard deviations of a row's
 _STEEP = 0.5  # the same where rounding may exchange experts, or inputs become levels; a wrong model is 1 off or more
 _LATER = {"output", "down", "input_projection"}  # a layer's products of what its others have made
-_TOGETHER = 33  # tokens of a piece, more than twice as many as keys are read together
+_TOGETHER = 33  # tokens of a piece: enough for the kernels to take a query for each lane
 _FACTOR = 3  # times torch's own distance from float32: which of two roundings is nearer is chance
 
 

@@ -613,10 +613,20 @@ def test_what_is_wrong_in_the_choice_of_experts_by_sigmoids_is_refused_and_named
 @pytest.mark.parametrize(
     "head_dim, right, wrong, reason",
     [
-        (16, "behind ? tokens[r].position + 1 : from", "behind ? tokens[r].position : from", "layer 0"),
-        (16, "shares[q] = _mm512_mul_ps(shares[q], _mm512_set1_ps(c->scaling));", "", "computes tokens together"),
+        (16, "token->position + 1};", "token->position};", "layer 0"),
+        (
+            16,
+            "(_mm512_loadu_ps(scores[i]), scale, below)",
+            "(_mm512_loadu_ps(scores[i]), _mm512_set1_ps(LOG2_E), below)",
+            "computes tokens together",
+        ),
         (64, "token->position + 1};", "token->position};", "layer 0"),
-        (64, "set1_ps(cap_scores(c, scores + first, end - first))", "set1_ps(LOG2_E)", "computes tokens together"),
+        (
+            64,
+            "fmsub_ps(score, scale, most)",
+            "fmsub_ps(score, _mm512_set1_ps(LOG2_E), most)",
+            "computes tokens together",
+        ),
     ],
     ids=[
         "the last key of each query is forgotten",
