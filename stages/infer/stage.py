@@ -34,7 +34,7 @@ from ...streams.port import MESSAGE_ID, SCHEMA, Delivery
 from ...streams.topology import CONSUMER_IDLE, EVENTS, INFER
 from .. import endings
 from ..contract import SETTLED, Intake, Pipe, Stage
-from ..degradation import slots
+from ..degradation import Slots, slots
 from ..images import StoredImages
 from ..transcript import Transcript
 from ..visits import CURRENT
@@ -134,20 +134,24 @@ class Infer(Stage):
     def _room(self) -> Room:
         cache = self._engine.stats().cache
         pressure = cache.usage if cache else 0.0
-        high, others = slots(pressure, self._card.capacity, reserve_of(self._card.capacity))
-        active = self._active.total()
+        free = self._free(pressure)
         return Room(
             worker=self._card.id,
             incarnation=self._card.incarnation,
-            free=0 if self._leaving else others - active,
-            free_high=0 if self._leaving else high - active,
+            free=free.others,
+            free_high=free.high,
             received=self._arrivals.numbers,
-            active=active,
+            active=self._active.total(),
             free_tokens=round(cache.num_tokens * (1 - pressure)) if cache else 1 << 30,
             total_tokens=cache.num_tokens if cache else 0,
             tenants=dict(self._active),
             served=self._metrics.served.recent(),
         )
+
+    def _free(self, pressure: float) -> Slots:
+        """What is left for more requests, with so much of the cache in use."""
+        size, taken = self._card.capacity, self._active.total()
+        return Slots(0, 0) if self._leaving else slots(pressure, size, reserve_of(size)).less(taken)
 
     def _arrive(self, job: ValidatedJob, seats: int) -> None:
         self._metrics.seats_received.inc(seats)
@@ -333,9 +337,7 @@ class Infer(Stage):
 
     async def _continue(self, publisher: OutputPublisher, transcript: Transcript) -> None:
         """Generate and publish what `transcript` does not hold yet."""
-        publisher.finished = frozenset(
-            choice for choice, reason in enumerate(transcript.finish_reasons) if reason is not None
-        )
+        publisher.finished = frozenset(choice for choice, reason in enumerate(transcript.finish_reasons) if reason)
         publisher.handles += self._engine.open_all(requests_of(publisher, transcript))
         if publisher.expired:  # meanwhile
             publisher.cancel()
