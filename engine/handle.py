@@ -6,15 +6,16 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from itertools import chain
 
 from ..schemas.events import Delta
 from .request import EngineRequest, Preemption
 
 
-def merge(deltas: Iterable[Delta]) -> list[Delta]:
+def merge(deltas: list[Delta]) -> list[Delta]:
     """Merge the deltas of each choice into one, in order of the choices' first deltas."""
+    if len(deltas) == 1:
+        return deltas
     by_choice: dict[int, list[Delta]] = {}
     for delta in deltas:
         by_choice.setdefault(delta.choice, []).append(delta)
@@ -25,12 +26,18 @@ def _join(parts: list[Delta]) -> Delta:
     first, last = parts[0], parts[-1]
     if len(parts) == 1:
         return first
-    return replace(
-        last,
+    return Delta(  # `replace` takes seven times as long
+        request=last.request,
+        epoch=last.epoch,
+        choice=last.choice,
         index=first.index,
         token_ids=tuple(chain.from_iterable([part.token_ids for part in parts])),
         text="".join([part.text for part in parts]),
         logprobs=None if last.logprobs is None else tuple(entry for part in parts for entry in part.logprobs or ()),
+        finish_reason=last.finish_reason,
+        cached_tokens=last.cached_tokens,
+        error=last.error,
+        stop_reason=last.stop_reason,
         prompt_logprobs=first.prompt_logprobs,
     )
 
@@ -113,7 +120,7 @@ class RequestHandle:
         for delta, put in taken:
             if delta.token_ids:
                 self.times[delta.choice] = self.times.get(delta.choice, (put, put))[0], put
-        deltas = merge(delta for delta, _ in taken)
+        deltas = merge([delta for delta, _ in taken])
         self._unfinished -= sum(delta.finish_reason is not None for delta in deltas)
         self.finished = self._unfinished == 0
         return deltas

@@ -33,7 +33,7 @@ class TurnId(NamedTuple):
     @classmethod
     def of(cls, request: str) -> TurnId | None:
         """Parse an id; None if the request is not a turn."""
-        found = _turn(request)
+        found = _turn(request) if request.startswith("resp_") else None
         return None if found is None else cls(found[1], int(found[2]), int(found[3] or 0))
 
     def __str__(self) -> str:

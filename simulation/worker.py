@@ -101,7 +101,7 @@ class SimulatedWorker:
     @property
     def free(self) -> int:
         """Seats for more requests, as it reports them."""
-        return max(0, self._infer._room().free)
+        return max(0, self._infer.room.free(self.backend.blocks.usage).others)
 
     @property
     def busy(self) -> float:

@@ -85,8 +85,11 @@ class Pipe:
     def __post_init__(self) -> None:
         object.__setattr__(self, "rates", RateLedger.of(self.broker, self.subjects, self.settings))
 
-    async def forward(self, job: ValidatedJob, route: Sequence[str], delivery: Delivery) -> Published:
-        """Send a job to the first subject of `route` and the rest of the route with it; returns where it is stored.
+    async def forward(
+        self, job: ValidatedJob, route: Sequence[str], delivery: Delivery, *, as_it_came: bool = False
+    ) -> Published:
+        """Send a job to the first subject of `route` and the rest of the route with it; returns where it is stored. One
+        that goes on `as_it_came` with the delivery needs no other encoding, if it came from this release.
 
         The request's id is the message id in every stream, so that a redelivery mostly costs nothing; what must not
         happen twice is fenced further on. Raises as `encoded` does.
@@ -95,8 +98,11 @@ class Pipe:
         if trace := delivery.message.headers.get(TRACE_PARENT):
             headers[TRACE_PARENT] = trace
         headers |= headers_until(self.now())
-        name = f"{job.tenant}.{job.id}"
-        return await self.broker.publish(route[0], self.encoded(job), message_id=name, headers=headers)
+        message = delivery.message
+        is_encoded = as_it_came and message.headers.get(SCHEMA) == codec.VALIDATED_JOB
+        data = message.data if is_encoded else codec.encode(job)
+        check_fits(len(data), self.settings)
+        return await self.broker.publish(route[0], data, message_id=f"{job.tenant}.{job.id}", headers=headers)
 
     def encoded(self, job: Job | ValidatedJob) -> bytes:
         """Raises `PayloadTooLarge` for a job that no queue could hold."""
@@ -160,7 +166,7 @@ class Pipe:
         trail = self.trails.get(subject)
         if trail is None:
             trail = Trail() if isinstance(event, Accepted) else await self._trail(subject)  # the first, most likely
-        while not trail.overlaps(event) and trail.lacks(event):
+        while trail.lacks(event):
             try:
                 stored = await self.store(subject, codec.encode(event), name, codec.EVENT, headers, trail.last)
             except Superseded:
@@ -176,8 +182,9 @@ class Pipe:
                     if counts and isinstance(event, FINAL):
                         count_outcome(event)
                 break
-        if trail.overlaps(event):
-            raise GenerationFailed("Part of the answer is no longer stored; send the request again.")
+        else:
+            if trail.overlaps(event):
+                raise GenerationFailed("Part of the answer is no longer stored; send the request again.")
         self.trails[subject] = trail
         self.trails.move_to_end(subject)
         if len(self.trails) > max(LEAST_TRAILS, 3 * self.settings.infer_limit):

@@ -11,6 +11,9 @@ class Slots(NamedTuple):
     high: int
     others: int
 
+    def less(self, taken: int) -> Slots:
+        return Slots(self.high - taken, self.others - taken)
+
 
 def slots(pressure: float, size: int, reserve: int) -> Slots:
     """`pressure` is the share of its key-value cache that running requests hold, `size` its batch, `reserve` what high

@@ -139,7 +139,7 @@ class Queue(JobStage):
                     retry_after=retry_after,
                 )
         try:
-            stored = await self.pipe.forward(job, route, delivery)
+            stored = await self.pipe.forward(job, route, delivery, as_it_came=True)
         except StreamFull as error:
             if error.storage:
                 raise StorageFull(STORE_FULL) from None

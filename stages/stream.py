@@ -80,7 +80,7 @@ class Stream(Stage):
 
     async def handle(self, delivery: Delivery) -> None:
         message = delivery.message
-        if len(message.subject.split(".")) != TOKENS:
+        if message.subject.count(".") != TOKENS - 1:
             return  # of 0.1.0, without the tenant: its worker begins the request anew
         outputs = codec.decode_outputs(message.data)
         publisher = self._publishers.get(message.subject)
@@ -103,7 +103,7 @@ class EventPublisher:
         self._pipe = pipe
         self._filters = filters
         self._order = asyncio.Lock()
-        self._is_open = False  # its acceptance is stored; set by _open
+        self._is_open = False  # its acceptance is stored; set by _open and _new_events
         self._forget()
 
     def _forget(self) -> None:
@@ -156,6 +156,7 @@ class EventPublisher:
         if is_alone and isinstance(first, Started) and self._transcript.finished:
             # An announcement behind the end asks for the final event again, which may have left its stream.
             self._pipe.trails.pop(self._pipe.subjects.events(first.tenant, first.bridge, first.request), None)
+            self._is_open = False
         if self._transcript.gap:
             # What is missing may be held by a connection that broke; it is stored all the same.
             self._forget()
@@ -228,15 +229,15 @@ class EventPublisher:
         assert started is not None  # no delta counts before
         if self._final_stored:
             return
-        if isinstance(event, FINAL) and (rates := self._pipe.rates) is not None:
+        is_final = isinstance(event, FINAL)
+        if is_final and (rates := self._pipe.rates) is not None:
             said = event.usage if isinstance(event, Done | Cancelled) else self._transcript.usage
             charge = partial(rates.end, started.tenant, started.request, said.completion_tokens, self._at)
             await through_outages(charge, f"rates of {started.tenant}")
-        if started.created:
-            accepted = Accepted(started.request, started.model, started.created, started.prompt_tokens, started.prompts)
-            await self._pipe.open(accepted, tenant=started.tenant, bridge=started.bridge)
+        if not self._is_open:
+            await self._open(started)
         key = f"{event.choice}.{event.index}" if isinstance(event, Token) else "end"
-        if isinstance(event, FINAL) and (visit := CURRENT.get()) is not None:
+        if is_final and (visit := CURRENT.get()) is not None:
             visit.trace = self._trace
             if (tracer := self._pipe.tracer) is not None:
                 since = int(self._since * 1e9) or None

@@ -39,12 +39,12 @@ class Trail:
         if self.over:
             return False
         match event:
+            case Token():
+                return event.choice not in self.finished and event.index >= self.next_index.get(event.choice, 0)
             case Accepted():
                 return not self.accepted
             case Queued():
                 return not self.next_index  # who has the first token does not wait any more
-            case Token():
-                return event.choice not in self.finished and event.index >= self.next_index.get(event.choice, 0)
             case ItemEvent() | Turn():
                 return event.index >= self.shown
             case _:
@@ -60,12 +60,12 @@ class Trail:
         """Note that the event is stored."""
         self.last = max(self.last, sequence)
         match event:
-            case Accepted():
-                self.accepted = True
             case Token():
                 self.next_index[event.choice] = event.index + len(event.token_ids)
                 if event.finish_reason is not None:
                     self.finished.add(event.choice)
+            case Accepted():
+                self.accepted = True
             case ItemEvent() | Turn():
                 self.shown = max(self.shown, event.index + 1)
             case _ if isinstance(event, FINAL):

@@ -28,7 +28,7 @@ class Turns:
 
     async def take(self, lane: int) -> None:
         """Return when it is the caller's turn, who then owes a `give_back`."""
-        if self.free > 0 and not any(self._waiting):
+        if self._running < self._most and not any(self._waiting):
             self._running += 1
             return
         turn = asyncio.get_running_loop().create_future()
@@ -44,7 +44,7 @@ class Turns:
 
     def give_back(self) -> None:
         self._running -= 1
-        while self.free > 0 and any(self._waiting):
+        while any(self._waiting) and self.free > 0:
             turn = self._waiting[self._next()].popleft()
             if not turn.done():  # else its task is about to be cancelled
                 self._running += 1

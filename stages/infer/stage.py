@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
@@ -25,7 +24,7 @@ from ...schemas.errors import DeadlineExceeded, GenerationFailed, InvalidRequest
 from ...schemas.events import FINAL
 from ...schemas.jobs import InferenceBatch, ValidatedJob
 from ...schemas.params import GenerationParams
-from ...schemas.registry import RETURNED, Room, WorkerCard, reserve_of
+from ...schemas.registry import RETURNED, WorkerCard
 from ...schemas.wire import codec
 from ...streams.family import share_metrics, watch_loop
 from ...streams.lanes import open_lanes, reopen_lanes
@@ -34,20 +33,17 @@ from ...streams.port import MESSAGE_ID, SCHEMA, Delivery
 from ...streams.topology import CONSUMER_IDLE, EVENTS, INFER
 from .. import endings
 from ..contract import SETTLED, Intake, Pipe, Stage
-from ..degradation import slots
 from ..images import StoredImages
 from ..transcript import Transcript
 from ..visits import CURRENT
 from .adapters import WorkerAdapters
-from .arrivals import Arrivals
 from .relay import OutputPublisher, pace
 from .request_metrics import RequestMetrics, Unmeasured, WorkerMetrics, exposed
 from .requests import request_of, requests_of
+from .room import FreeRoom
 from .spans import InferSpan
 
 log = structlog.get_logger(__name__)
-
-_ROOM_PAUSE = 0.0005  # least seconds between two reports of free seats
 
 
 class Infer(Stage):
@@ -64,17 +60,13 @@ class Infer(Stage):
         self._engine = engine
         self._card = card
         self._publishers: dict[tuple[str, str], OutputPublisher] = {}  # by tenant and request; set by _publish_outputs
-        self._leaving = False  # set by leave
         self._seen = (-1, False)  # the engine's progress, and whether it had anything to do; set by _watch
         self._moved = 0.0  # loop time when that last changed; set by _watch
         self._adapters = WorkerAdapters(engine)
         self._images = StoredImages(pipe.broker)
         self._metrics = own or WorkerMetrics(card.model.name, card.id)
-        self._arrivals = Arrivals()  # set by handle
-        self._active = Counter[str]()  # seats that are taken, by tenant; set by _arrive and _depart
-        self._free_reported = 0  # seats last reported free that no job has taken yet; set by _report_room
+        self.room = FreeRoom(pipe, engine, card, self._metrics)
         self.cores = available_cores()  # of the machine; a simulated one has others
-        self._has_news = asyncio.Event()  # about the room
         self._alone = asyncio.Lock()  # held while a request begins that may have killed a worker
 
     async def run(self, intake: Intake) -> None:
@@ -84,14 +76,14 @@ class Infer(Stage):
         await intake.consume(INFER, name, subject, idle_limit=CONSUMER_IDLE)
         interval = self.pipe.settings.heartbeat_interval
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._report_room())
+            group.create_task(self.room.report())
             group.create_task(self._adapters.watch(self.pipe.registry, self._card.model, interval))
             group.create_task(self._prepare_grammars())
             group.create_task(self._expose())
             await self._heartbeats()
 
     async def leave(self) -> None:
-        self._leaving = True
+        self.room.is_leaving = True
         await self.pipe.registry.withdraw(self._card)
 
     async def _expose(self) -> None:
@@ -104,12 +96,12 @@ class Infer(Stage):
     async def _heartbeats(self) -> None:
         model = self._card.model
         while self._engine.healthy:
-            if self._leaving:
+            if self.room.is_leaving:
                 await asyncio.Event().wait()  # what runs is finished; nothing more is asked for
             with outage_logged("heartbeat missed", stage=self.name):
                 await self.pipe.registry.announce_worker(self._card)
                 await reopen_lanes(self.pipe.broker, self.pipe.settings, model.name, model.revision)
-            self._has_news.set()
+            self.room.tell()
             await asyncio.sleep(self.pipe.settings.heartbeat_interval)
             self._watch()
         raise RuntimeError("the engine has died") from self._engine.error
@@ -119,51 +111,6 @@ class Infer(Stage):
         await asyncio.sleep(SETTLED)
         with contextlib.suppress(InvalidRequest):  # a model without grammars
             await self._engine.prepare(GenerationParams(grammar=SIMPLE))
-
-    async def _report_room(self) -> None:
-        """Report free seats when few are left, when idle, and with each heartbeat, since a report can be lost."""
-        subject = self.pipe.subjects.room(self._card.id)
-        while True:
-            await self._has_news.wait()
-            self._has_news.clear()
-            room = self._room()
-            self._free_reported = room.free
-            await self.pipe.broker.notify(subject, room.model_dump_json().encode())
-            await asyncio.sleep(_ROOM_PAUSE)
-
-    def _room(self) -> Room:
-        cache = self._engine.stats().cache
-        pressure = cache.usage if cache else 0.0
-        high, others = slots(pressure, self._card.capacity, reserve_of(self._card.capacity))
-        active = self._active.total()
-        return Room(
-            worker=self._card.id,
-            incarnation=self._card.incarnation,
-            free=0 if self._leaving else others - active,
-            free_high=0 if self._leaving else high - active,
-            received=self._arrivals.numbers,
-            active=active,
-            free_tokens=round(cache.num_tokens * (1 - pressure)) if cache else 1 << 30,
-            total_tokens=cache.num_tokens if cache else 0,
-            tenants=dict(self._active),
-            served=self._metrics.served.recent(),
-        )
-
-    def _arrive(self, job: ValidatedJob) -> None:
-        seats = self._card.seats_of(job)
-        self._metrics.seats_received.inc(seats)
-        self._metrics.served.add(job.tenant, job.prompt_tokens)
-        self._metrics.active.inc()
-        self._active[job.tenant] += seats
-        self._free_reported -= seats
-
-    def _depart(self, job: ValidatedJob, _: asyncio.Task[None] | None = None) -> None:
-        self._metrics.active.dec()
-        self._active[job.tenant] -= self._card.seats_of(job)
-        if not self._active[job.tenant]:
-            del self._active[job.tenant]
-        if self._free_reported <= self._card.capacity // 2 or not self._active:
-            self._has_news.set()
 
     def _watch(self) -> None:
         """End this worker if its engine hangs, so that another worker takes over its requests."""
@@ -191,21 +138,21 @@ class Infer(Stage):
             return
         is_ours = batch.incarnation == self._card.incarnation
         if is_ours:
-            self._arrivals.add(batch.sender, batch.number, batch.oldest)
+            self.room.arrivals.add(batch.sender, batch.number, batch.oldest)
         # An earlier process with this worker's name may have used this epoch already: start above it.
         used = delivery.attempt - (1 if is_ours else 0)
         for job in batch.jobs:
-            self._arrive(job)
+            self.room.arrive(job)
         if len(batch.jobs) == 1:  # a task takes a turn of the event loop
             try:
                 await self._run(batch.jobs[0], epochs[0] + used)
             finally:
-                self._depart(batch.jobs[0])
+                self.room.depart(batch.jobs[0])
             return
         async with asyncio.TaskGroup() as group:
             for job, epoch in zip(batch.jobs, epochs, strict=True):
                 running = group.create_task(self._run(job, epoch + used))
-                running.add_done_callback(partial(self._depart, job))
+                running.add_done_callback(partial(self.room.depart, job))
 
     async def _give_back(self, batch: InferenceBatch, epochs: Sequence[int], delivery: Delivery) -> None:
         """Leave what an earlier process of this worker's name had, which served another model, to the batch stage: for
@@ -257,7 +204,7 @@ class Infer(Stage):
 
     async def _note_keep_alive(self, job: ValidatedJob) -> None:
         """Tell the agent, before the worker is idle again, how long it is to stay."""
-        if job.keep_alive != self._card.keep_alive and not self._leaving:
+        if job.keep_alive != self._card.keep_alive and not self.room.is_leaving:
             self._card = self._card.model_copy(update={"keep_alive": job.keep_alive})
             with outage_logged("keep_alive cannot be announced"):
                 await self.pipe.registry.announce_worker(self._card)
@@ -341,9 +288,7 @@ class Infer(Stage):
 
     async def _continue(self, publisher: OutputPublisher, transcript: Transcript) -> None:
         """Generate and publish what `transcript` does not hold yet."""
-        publisher.finished = frozenset(
-            choice for choice, reason in enumerate(transcript.finish_reasons) if reason is not None
-        )
+        publisher.finished = frozenset(choice for choice, reason in enumerate(transcript.finish_reasons) if reason)
         publisher.handles += self._engine.open_all(requests_of(publisher, transcript))
         if publisher.expired:  # meanwhile
             publisher.cancel()

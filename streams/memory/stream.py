@@ -9,6 +9,7 @@ import re
 import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
+from math import inf
 from typing import NamedTuple
 
 from ...schemas.errors import StartupError, StreamFull, Superseded
@@ -35,6 +36,7 @@ class MemoryStream:
         self._seen_at: deque[float] = deque()  # and when each was stored
         self._of_subject: defaultdict[str, dict[int, None]] = defaultdict(dict)  # sequences, oldest first
         self._bytes = 0
+        self._due = 0.0  # by the clock: nothing expires before; set by _adopt, store and _expire
         self.watcher: Callable[[Message], None] | None = None  # hears of each message that is stored
         self._adopt(spec)
 
@@ -82,6 +84,7 @@ class MemoryStream:
         self._ids[message_id] = self.last
         self._seen.append(message_id)
         self._seen_at.append(now)
+        self._due = min(self._due, now + self._shortest)
         self._bytes += size
         if self.spec.discard == "old":
             self._drop_oldest(subject)
@@ -138,6 +141,8 @@ class MemoryStream:
 
     def _adopt(self, spec: StreamSpec) -> None:
         self.spec = spec
+        self._shortest = min(spec.dedup_window, spec.max_age or inf)  # seconds in which something may expire
+        self._due = 0.0
         self._pattern = re.compile("|".join(matcher(subject).pattern for subject in spec.subjects))
 
     def _check_limits(self, subject: str, size: int) -> None:
@@ -160,13 +165,16 @@ class MemoryStream:
 
     def _expire(self) -> None:
         now = self._clock()
-        while self._seen_at and now - self._seen_at[0] >= self.spec.dedup_window:
+        if now < self._due:
+            return
+        window, age = self.spec.dedup_window, self.spec.max_age or inf
+        while self._seen_at and now - self._seen_at[0] >= window:
             self._seen_at.popleft()
             del self._ids[self._seen.popleft()]
-        if not self.spec.max_age:
-            return
-        while self._messages and now - next(iter(self._messages.values())).at >= self.spec.max_age:
-            self.remove(next(iter(self._messages)))
+        while self._messages and now - (oldest := next(iter(self._messages.values()))).at >= age:
+            self.remove(oldest.message.sequence)
+        begins = next(iter(self._messages.values())).at if self._messages else inf
+        self._due = min(self._seen_at[0] + window if self._seen_at else inf, begins + age)
 
 
 def matcher(pattern: str) -> re.Pattern[str]:
@@ -178,9 +186,9 @@ def matcher(pattern: str) -> re.Pattern[str]:
     return re.compile(r"\.".join(tokens))
 
 
-def head_of(subject: str) -> str:
-    """Its first two tokens, which tell most subjects apart."""
-    return ".".join(subject.split(".", 2)[:2])
+def head_of(subject: str, num_tokens: int = 2) -> str:
+    """Its first tokens, of which two tell most subjects apart."""
+    return ".".join(subject.split(".", num_tokens)[:num_tokens])
 
 
 def may_match(pattern: str, head: str) -> bool:

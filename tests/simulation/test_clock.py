@@ -42,3 +42,21 @@ def test_what_waits_for_ever_is_an_error() -> None:
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner, pytest.raises(Stuck):
         runner.run(run())
+
+
+def test_an_error_in_a_callback_is_told_and_the_others_go_on() -> None:
+    told: list[BaseException | None] = []
+    order: list[str] = []
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: told.append(context.get("exception")))
+        loop.call_soon(int, "no number")
+        loop.call_soon(order.append, "next")
+        loop.call_later(1.0, order.append, "later")
+        await asyncio.sleep(2.0)
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(run())
+    assert order == ["next", "later"]
+    assert [type(error) for error in told] == [ValueError]

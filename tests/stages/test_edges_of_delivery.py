@@ -19,8 +19,9 @@ from penstock.stages.infer.relay import OutputPublisher
 from penstock.stages.infer.request_metrics import RequestMetrics, WorkerMetrics
 from penstock.stages.queue import Queue
 from penstock.stages.trail import Trail
+from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.port import NEXT, SCHEMA, Message
-from penstock.streams.topology import lane_of, lanes_of
+from penstock.streams.topology import batch_stream, lane_of, lanes_of
 
 
 def test_jobs_without_ids_in_two_lanes_are_two_requests(pipeline: Pipeline) -> None:
@@ -181,6 +182,32 @@ async def test_what_a_new_worker_says_holds_while_its_card_is_looked_for() -> No
     assert not workers.living(MODEL, 1).members
     registry.workers = (card,)
     assert not workers.living(MODEL, 1).members  # it was known and left: what it said is forgotten
+    await pipeline.stop()
+
+
+@pytest.mark.parametrize("schema", [codec.VALIDATED_JOB, f"{codec.VALIDATED_JOB}.7"])
+async def test_a_job_goes_on_in_the_words_of_its_own_release_alone(schema: str) -> None:
+    pipeline = await Pipeline.start()
+    pipe = pipeline.pipe
+    assert isinstance(pipe.broker, MemoryBroker)
+    job = validated("same", pipe)
+    came = codec.encode(job).replace(b"{", b'{"unknown":1,', 1)
+
+    class Came:
+        message = Message(
+            pipe.subjects.stage("queue", "normal", "default"),
+            came,
+            {SCHEMA: schema, NEXT: lane_of(pipe.subjects, job)},
+            1,
+        )
+        attempt = 1
+
+    lane: list[Message] = []
+    pipe.broker.watch(batch_stream(lanes_of(MODEL), "normal"), lane.append)
+    await Queue(pipe).handle(Came())  # type: ignore[arg-type]
+    (passed,) = lane
+    assert passed.headers[SCHEMA] == codec.VALIDATED_JOB
+    assert passed.data == (came if schema == codec.VALIDATED_JOB else codec.encode(job))
     await pipeline.stop()
 
 

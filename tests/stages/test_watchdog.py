@@ -72,4 +72,4 @@ async def test_a_request_that_hangs_ends_alone_and_gives_its_seats_back(caplog: 
     assert "".join(event.text for event in mates if isinstance(event, Token)) == "mates"
     assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.ERROR]
     await pipeline.stop()
-    assert pipeline.infer._active.total() == 0
+    assert pipeline.infer.room.active.total() == 0
