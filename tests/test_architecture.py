@@ -230,6 +230,7 @@ EXCEPTIONS: dict[str, set[str]] = {
     "stages/infer/relay.py": {"engine"},
     "stages/infer/request_metrics.py": {"engine"},
     "stages/infer/requests.py": {"engine"},
+    "stages/infer/room.py": {"engine"},
     "stages/infer/stage.py": {"engine"},
     "stages/loading.py": {"engine.adapters", "engine.models", "engine.planning"},
     "stages/tools/images.py": {"engine.vision.reading"},
