@@ -39,9 +39,7 @@ class _Handle(asyncio.Handle):
         self._source_traceback = None
 
 
-class _Timer(asyncio.TimerHandle):
-    """As `_Handle`."""
-
+class _Timer(_Handle, asyncio.TimerHandle):
     __slots__ = ()
 
     def __init__(
@@ -52,13 +50,7 @@ class _Timer(asyncio.TimerHandle):
         loop: VirtualLoop,
         context: Context | None,
     ) -> None:
-        self._context = copy_context() if context is None else context
-        self._loop = loop
-        self._callback = callback
-        self._args = args
-        self._cancelled = False
-        self._repr = None
-        self._source_traceback = None
+        super().__init__(callback, args, loop, context)
         self._when = when
         self._scheduled = False  # in a heap of asyncio's
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from ...schemas.events import FINAL, Done, Event, Token
 from ...schemas.loops import Begun, Items, Turned, TurnId
-from ...schemas.openai.responses.request import parse_responses
+from ...schemas.openai.responses.request import ResponsesRequest, parse_responses
 from ...schemas.openai.responses.turns import TurnItems
 from ...schemas.wire import codec
 from ...streams.stores.responses import Stored
@@ -31,9 +31,8 @@ async def answer_of(pipe: Pipe, tenant: str, request: str) -> tuple[list[Token],
         await asyncio.sleep(POLL_INTERVAL)
 
 
-def items_said(begun: Begun, turn: TurnId, tokens: Sequence[Token], final: Done) -> Items:
+def items_said(asked: ResponsesRequest, begun: Begun, turn: TurnId, tokens: Sequence[Token], final: Done) -> Items:
     """What a turn has said, as items; its calls wait."""
-    asked = parse_responses(begun.job.body)
     fold = TurnItems(
         str(turn),
         begun.callable,
@@ -60,7 +59,7 @@ async def ended_turn(pipe: Pipe, stored: Stored, turn: TurnId) -> Turned | None:
     tokens, final = await answer_of(pipe, stored.begun.job.tenant, str(turn))
     if not isinstance(final, Done):
         return None
-    said = items_said(stored.begun, turn, tokens, final)
+    said = items_said(parse_responses(stored.begun.job.body), stored.begun, turn, tokens, final)
     items = [item for item in said if not waits(item)]
     if len(items) < len(said) and final.finish_reasons[0] != "deadline":
         return None

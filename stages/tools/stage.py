@@ -287,7 +287,7 @@ class Tools(Stage):
             case Cancelled():
                 await self._end(stored, "cancelled")
             case Done():
-                said = items_said(begun, turn, tokens, final)
+                said = items_said(asked, begun, turn, tokens, final)
                 index = stored.index + turn.attempt + 1
                 items = await self._calls.make_all(begun, turn.turn, said, index, made=count(stored.output))
                 turned = turned_by(turn, final, items, index + sum(map(waits, said)))

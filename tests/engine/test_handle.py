@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from penstock.engine import handle as module
 from penstock.engine.handle import RequestHandle
 from penstock.engine.request import EngineRequest
-from penstock.schemas.events import Delta, FinishReason
+from penstock.schemas.events import Delta, ErrorBody, FinishReason, TokenLogprob
 from penstock.schemas.params import GenerationParams
 
 
@@ -20,6 +21,18 @@ def handle_of() -> RequestHandle:
 
 def delta(index: int, reason: FinishReason | None = None) -> Delta:
     return Delta("r", 1, 0, index, (index,), "x", None, reason)
+
+
+def test_joined_deltas_keep_every_field() -> None:
+    one, two = (TokenLogprob(text, id, -1.0, (id,)) for id, text in enumerate("ab"))
+    first = Delta("r", 2, 3, 7, (1,), "a", (one,), prompt_logprobs=(two,))
+    last = Delta("r", 2, 3, 8, (2, 4), "b", (two, one), "error", 5, ErrorBody(500, "no", "server_error"), "stop")
+    (joined,) = module.merge([first, last])
+    assert joined == Delta(
+        **{field.name: getattr(last, field.name) for field in fields(Delta)}
+        | {"index": 7, "token_ids": (1, 2, 4), "text": "ab", "logprobs": (one, two, one), "prompt_logprobs": (two,)}
+    )
+    assert [field.name for field in fields(Delta) if getattr(joined, field.name) == field.default] == ["type"]
 
 
 async def test_a_reader_takes_what_comes_as_it_begins_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:

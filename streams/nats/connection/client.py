@@ -167,11 +167,9 @@ class DirectClient(Client):
     def _write(self) -> None:
         """Write what this turn has posted; what there is no room for is left to nats-py's flusher, which waits."""
         self._writes = False
-        if not self.is_connected:  # nats-py sends it over the next connection
+        if not (self._pending and self.is_connected):  # nats-py sends it over the next connection
             return
         transport = self._writer.transport
-        if not self._pending:
-            return
         if self._reader is not None and not self._reader.is_full and not transport.is_closing():
             transport.writelines(self._pending)
             self._pending, self._pending_data_size = [], 0
@@ -215,9 +213,7 @@ class DirectClient(Client):
         if subscription is None or subscription._cb is None:
             await super()._process_msg(sid, subject, reply, data, headers)
             return
-        parsed = _parsed(headers) if headers else None
-        if headers and parsed is None:
-            parsed = await self._process_headers(headers)
+        parsed = await self._process_headers(headers)
         try:
             await subscription._cb(Msg(self, subject.decode(), reply.decode(), data, parsed))
         except Exception as error:
