@@ -98,9 +98,9 @@ async def joined(broker: JetStreamBroker, loaded: Loaded) -> Settings:
 async def owned(broker: JetStreamBroker, loaded: Loaded) -> Settings:
     """Like `joined`, for the broker's owner: its explicit settings become the agreed ones and change the streams."""
     deployment = Deployment(broker, loaded)
-    before = (await deployment.agreed()).configuration
-    wanted = before.model_copy(update=explicit(loaded))
-    await deployment.change(wanted)
+    agreed = await deployment.agreed()
+    before, wanted = agreed.configuration, agreed.configuration.model_copy(update=explicit(loaded))
+    await deployment.change(wanted, agreed)
     for name, (old, new) in changes(before, wanted).items():
         log.info("deployment setting changed", setting=name, before=shown(old), after=shown(new))
     return adopt(loaded.settings, wanted)
@@ -150,12 +150,12 @@ class Deployment:
         await verify(self._broker, self._layout(configuration), former, self._loaded)
         return configuration
 
-    async def change(self, wanted: Configuration) -> None:
-        """Agree on `wanted`, in the layout of this release, and change the streams.
+    async def change(self, wanted: Configuration, agreed: Agreed | None = None) -> None:
+        """Agree on `wanted`, in the layout of this release, and change the streams; `agreed` is what it was made from.
 
-        Raises `StartupError` if that would strand requests.
+        Raises `StartupError` if that would strand requests, or another process has agreed on something else meanwhile.
         """
-        agreed, wanted = await self.agreed(), wanted.model_copy(update={"layout": LAYOUT})
+        agreed, wanted = agreed or await self.agreed(), wanted.model_copy(update={"layout": LAYOUT})
         await self.check_safe(agreed.configuration, wanted)
         if not await self._replace(agreed, wanted):
             raise StartupError(
