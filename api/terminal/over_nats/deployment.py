@@ -79,7 +79,8 @@ async def apply(
     cards = named_models(loaded) if declares else None
     async with connected(loaded.settings, "config") as broker:
         deployment = Deployment(broker, loaded)
-        before, revision = await deployment.agreed()
+        agreed = await deployment.agreed()
+        before, revision = agreed
         wanted = before.model_copy(update=_defaults(defaults) | explicit(loaded))
         await deployment.check_safe(before, wanted)
         _print_plan(before if revision else None, wanted)
@@ -93,7 +94,7 @@ async def apply(
             typer.echo("nothing to change")
         elif yes:
             if not revision or before != wanted or missing or changed:
-                await deployment.change(wanted)
+                await deployment.change(wanted, agreed)
             if cards is not None:
                 await declare(broker, adopt(loaded.settings, wanted), cards)
             typer.echo("changed")

@@ -16,7 +16,7 @@ from penstock.__main__ import app
 from penstock.config.deployment import explicit, shared_settings
 from penstock.config.settings import BUILT_IN_STAGES, Settings
 from penstock.config.sources import Loaded, flag
-from penstock.schemas.deployment import LAYOUT
+from penstock.schemas.deployment import LAYOUT, Configuration
 from penstock.schemas.errors import BrokerUnavailable, ConfigurationError, StartupError
 from penstock.schemas.jobs import ValidatedJob
 from penstock.schemas.params import GenerationParams
@@ -24,6 +24,7 @@ from penstock.schemas.wire import codec
 from penstock.streams.lanes import open_lanes
 from penstock.streams.nats.administration.deployment import KEY, Deployment, joined, layout, owned
 from penstock.streams.nats.administration.migration import move_into_lanes
+from penstock.streams.nats.administration.verification import Differences
 from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.nats.management import call
 from penstock.streams.nats.servers.server import EmbeddedServer
@@ -474,6 +475,25 @@ async def test_config_apply_shows_a_plan_and_does_it(
     assert (await config("apply", "--default=queue-limit", "--yes")).stdout.startswith("queue_limit: 400 → 10000\n")
     assert "queue_limit         10000\n" in (await config("agreed")).stdout
     assert "not a setting of the deployment" in (await config("apply", "--default=port")).stderr
+
+
+async def test_config_apply_overwrites_nothing_that_was_agreed_on_meanwhile(
+    config: Callable[..., Awaitable[Result]], outsider: JetStreamBroker, part: Part, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await owned(outsider, part())
+    differences = Deployment.differences
+
+    async def slow(deployment: Deployment, wanted: Configuration) -> Differences:
+        await owned(deployment._broker, part(tools_limit=9))
+        return await differences(deployment, wanted)
+
+    monkeypatch.setattr(Deployment, "differences", slow)
+    assert "another process has just changed" in (await config("apply", "--queue-limit=400", "--yes")).stderr
+    monkeypatch.undo()
+    assert "tools_limit         9\n" in (await config("agreed")).stdout
+    assert "changed" in (await config("apply", "--queue-limit=400", "--yes")).stdout
+    agreed = (await config("agreed")).stdout
+    assert "tools_limit         9\n" in agreed and "queue_limit         400\n" in agreed
 
 
 async def test_config_apply_mends_streams_that_somebody_changed(
