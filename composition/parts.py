@@ -20,6 +20,7 @@ from ..schemas.errors import StartupError, Transient
 from ..schemas.registry import ModelCard, StageCard
 from ..stages import Filter, Pipe, Runner, Stage
 from ..stages.catalogue import LIGHT, find_filters
+from ..streams.beats import until_beat
 from ..streams.family import watch_loop
 from ..streams.lanes import open_lanes
 from ..streams.outages import outage_logged
@@ -108,12 +109,14 @@ async def heartbeats(pipe: Pipe, stages: Sequence[Stage]) -> None:
     interval = pipe.settings.heartbeat_interval
     try:
         while True:
-            for stage, card in cards:
-                with outage_logged("heartbeat missed", stage=card.stage):
-                    if stage.ready:
-                        await pipe.registry.announce_stage(card)
-            await asyncio.sleep(interval if all(stage.ready for stage in stages) else min(0.1, interval))
+            await asyncio.gather(*(_heartbeat(pipe, card) for stage, card in cards if stage.ready))
+            await asyncio.sleep(until_beat(interval if all(stage.ready for stage in stages) else min(0.1, interval)))
     finally:
         for _, card in cards:
             with contextlib.suppress(Transient):
                 await pipe.registry.withdraw(card)
+
+
+async def _heartbeat(pipe: Pipe, card: StageCard) -> None:
+    with outage_logged("heartbeat missed", stage=card.stage):
+        await pipe.registry.announce_stage(card)

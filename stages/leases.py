@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from math import ceil
 
 from ..config.process import has_ended, host
+from ..streams.beats import until_beat
 from ..streams.outages import outage_logged
 from ..streams.port import Bucket
 
@@ -41,7 +42,7 @@ class Leases:
             while True:
                 with outage_logged("leases are stale", stage=self._stage):
                     await self._renew(gained, lost)
-                await asyncio.sleep(self._interval)
+                await asyncio.sleep(until_beat(self._interval))
         finally:
             for share in list(self._held):
                 await self._give_back(share, lost)
@@ -49,13 +50,11 @@ class Leases:
 
     async def _renew(self, gained: Callback, lost: Callback) -> None:
         await self._bucket.put(f"{self._stage}.member.{self._name}", self._me)
-        for share, revision in list(self._held.items()):
-            renewed = await self._bucket.update(self._key(share), self._me, revision)
-            if renewed is None:
-                del self._held[share]
-                await lost(share)
-            else:
-                self._held[share] = renewed
+        renewals = [self._renew_share(share, revision, lost) for share, revision in self._held.items()]
+        # All end before another round begins, which would take a renewal on its way for another copy's.
+        for failure in await asyncio.gather(*renewals, return_exceptions=True):
+            if failure is not None:
+                raise failure
         entries = await self._bucket.entries(f"{self._stage}.")
         orphaned = {entry.key: entry.revision for entry in entries if _has_died(entry.value)}
         members = {entry.key for entry in entries if entry.key.startswith(f"{self._stage}.member.")}
@@ -72,6 +71,14 @@ class Leases:
                     await self._bucket.delete(self._key(share))
                     raise
                 self._held[share] = taken
+
+    async def _renew_share(self, share: int, revision: int, lost: Callback) -> None:
+        renewed = await self._bucket.update(self._key(share), self._me, revision)
+        if renewed is None:
+            del self._held[share]
+            await lost(share)
+        else:
+            self._held[share] = renewed
 
     async def _take(self, share: int, orphaned: int | None) -> int | None:
         """Claim a share that is free, or whose key is `orphaned` at that revision; None where somebody else has it."""

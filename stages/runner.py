@@ -25,6 +25,7 @@ import structlog
 from ..config import metrics
 from ..schemas.errors import BrokerUnavailable, NotYet, PenstockError, Refusal, StartupError, Transient
 from ..schemas.jobs import Priority
+from ..streams.beats import until_beat
 from ..streams.outages import through_outages
 from ..streams.port import MESSAGE_ID, Consumer, ConsumerSpec, Delivery
 from ..streams.topology import FAILURES, PRIORITIES, lane_stream
@@ -258,7 +259,7 @@ class Runner:
 
     async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(self._stage.lease / 3)
+            await asyncio.sleep(until_beat(self._stage.lease / 3))
             if self._stage.alive():
                 for delivery in list(self._in_hand.values()):
                     with contextlib.suppress(Transient):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from ..config import metrics
 from ..config.process import family
+from .beats import until_beat
 from .outages import outage_logged
 from .port import Broker, Message
 from .topology import Subjects
@@ -28,7 +29,7 @@ async def share_metrics(broker: Broker, subjects: Subjects, process: str) -> Non
     while own is not None:
         with outage_logged("metrics cannot be published"):
             await broker.notify(subjects.metrics(own, process), metrics.exposed())
-        await asyncio.sleep(INTERVAL)
+        await asyncio.sleep(until_beat(INTERVAL))
 
 
 async def watch_loop(process: str) -> None:

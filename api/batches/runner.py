@@ -32,6 +32,7 @@ from ...schemas.errors import (
 from ...schemas.events import Cancelled, Done, ErrorBody, Event, Expired, Failed
 from ...schemas.jobs import Job
 from ...schemas.openai.batches import FINAL, RESPONSES, Batch, Counts, Ending, Fault, Faults, Status
+from ...streams.beats import until_beat
 from ...streams.outages import outage_logged
 from ...streams.port import ConsumerSpec, Delivery
 from ...streams.stores.batches import change_batch
@@ -86,7 +87,7 @@ class BatchRunner:
                     for tenant in tenants:
                         if tenant not in lanes or lanes[tenant].done():
                             lanes[tenant] = group.create_task(self._lane(tenant, group))
-                await asyncio.sleep(self.settings.lease / 3)
+                await asyncio.sleep(until_beat(self.settings.lease / 3))
 
     async def _lane(self, tenant: str, group: asyncio.TaskGroup) -> None:
         """Begin a tenant's batches. One at a time waits for a slot, behind those of others: so tenants take turns."""

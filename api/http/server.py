@@ -16,6 +16,7 @@ from opentelemetry.trace import Tracer
 from ...config.metrics import serve_metrics
 from ...config.settings import Settings
 from ...schemas.version import __version__
+from ...streams.beats import until_beat
 from ...streams.family import FamilyMetrics
 from ...streams.port import Broker
 from ...streams.stores.registry import Registry
@@ -79,7 +80,7 @@ async def serve_http(
         batches.cancel()  # another process takes them over
         # While it drains, new requests get a 503 instead of a reset connection.
         await bridge.drain(settings.drain_timeout, settings.stop_delay)
-        server.should_exit = True
+        server.end()
 
     stopper = asyncio.create_task(stop())
     try:
@@ -97,8 +98,24 @@ async def serve_http(
 class _Server(uvicorn.Server):
     """Installs no signal handlers: the pipeline must drain before the server stops."""
 
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._ending = asyncio.Event()
+
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         return contextlib.nullcontext()
+
+    def end(self) -> None:
+        self.should_exit = True
+        self._ending.set()
+
+    async def main_loop(self) -> None:
+        """uvicorn's own looks ten times a second whether it is to end. What is due each second is the date that answers
+        tell."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(until_beat(1.0)):
+                    await self._ending.wait()
 
 
 def _room_for(count: int) -> int:

@@ -12,9 +12,12 @@ import asyncio
 
 import structlog
 
+from ...config.process import host
+from ...config.watched import until_one_ends
 from ...schemas.errors import NotYet
 from ...schemas.jobs import InferenceBatch
 from ...schemas.registry import RETURNED, WorkerCard
+from ...streams.beats import until_beat
 from ...streams.outages import outage_logged
 from ...streams.port import Consumer
 from ...streams.stores.registry import Registry
@@ -24,7 +27,7 @@ from ..visits import CURRENT, Visit
 
 log = structlog.get_logger(__name__)
 
-POLL = 0.1  # seconds between two looks at the processes of this host
+POLL = 0.1  # seconds between two looks at who is back
 
 
 class Reclaimer:
@@ -46,10 +49,11 @@ class Reclaimer:
     async def _pause(self) -> None:
         """Return after a heartbeat, or as soon as one more worker is known to have died, or one is back."""
         registry, clock = self._pipe.registry, asyncio.get_running_loop().time
-        until = clock() + self._pipe.settings.heartbeat_interval
+        until = clock() + until_beat(self._pipe.settings.heartbeat_interval)
         known = {card.incarnation for card in registry.ended.values()}
-        while clock() < until and not {card.incarnation for card in registry.ended.values()} - known:
-            await asyncio.sleep(min(POLL, self._pipe.settings.heartbeat_interval))
+        while (left := until - clock()) > 0 and not {card.incarnation for card in registry.ended.values()} - known:
+            ours = [card.pid for card in registry.workers if card.host == host()]
+            await until_one_ends(ours, min(left, POLL) if self._held else left)
             registry.drop_ended()
             if self._held.keys() & {card.id for card in registry.workers}:
                 return

@@ -21,6 +21,7 @@ from ...schemas.errors import DeadlineExceeded, Overloaded, Refusal, Transient
 from ...schemas.jobs import InferenceBatch, ValidatedJob
 from ...schemas.registry import WorkerCard
 from ...schemas.wire import codec
+from ...streams.beats import until_beat
 from ...streams.outages import outage_logged
 from ...streams.port import SCHEMA, Delivery, Message
 from ...streams.topology import lanes_of
@@ -273,7 +274,7 @@ class Batch(JobStage):
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(TICK)
+            await asyncio.sleep(until_beat(TICK))
             self._changed.set()
             with outage_logged("queue positions cannot be published"):
                 await self._choose_strategy()

@@ -42,6 +42,7 @@ class LaneWindows:
         self._windows: dict[tuple[str, str], LaneWindow] = {}  # by the token of the lanes, and priority
         self._returning: deque[Delivery] = deque()  # to be given back to the broker
         self._has_some = asyncio.Event()
+        self._has_windows = asyncio.Event()
 
     def of(self, subject: str) -> LaneWindow:
         """The window of the lane with this subject of a tenant."""
@@ -49,6 +50,7 @@ class LaneWindows:
         window = self._windows.get((lanes, priority))
         if window is None:
             window = self._windows[lanes, priority] = LaneWindow(self._size, self._return, self._is_cancelled)
+            self._has_windows.set()
         return window
 
     def is_shared(self, subject: str) -> bool:
@@ -60,6 +62,9 @@ class LaneWindows:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._give_back())
             while True:
+                if not self._windows:
+                    self._has_windows.clear()
+                    await self._has_windows.wait()
                 await asyncio.sleep(LOOK)
                 for (lanes, priority), window in list(self._windows.items()):
                     if window.is_watched:

@@ -17,6 +17,7 @@ from ...engine import InferenceEngine
 from ...schemas.errors import Overloaded, PenstockError
 from ...schemas.jobs import AdapterSource
 from ...schemas.registry import ModelCard
+from ...streams.beats import until_beat
 from ...streams.outages import outage_logged
 from ...streams.stores.registry import Registry
 
@@ -59,7 +60,7 @@ class WorkerAdapters:
             with outage_logged("adapters cannot be looked up"):
                 added = await registry.added_adapters()
                 await self.keep([*model.adapters, *(each.source for each in added if each.model == model.name)])
-            await asyncio.sleep(interval)
+            await asyncio.sleep(until_beat(interval))
 
     async def keep(self, offered: Sequence[AdapterSource]) -> None:
         """Load the adapters on offer, and remove those that are neither on offer nor in use."""

@@ -26,6 +26,7 @@ from ...schemas.jobs import InferenceBatch, ValidatedJob
 from ...schemas.params import GenerationParams
 from ...schemas.registry import RETURNED, WorkerCard
 from ...schemas.wire import codec
+from ...streams.beats import until_beat
 from ...streams.family import share_metrics, watch_loop
 from ...streams.lanes import open_lanes, reopen_lanes
 from ...streams.outages import outage_logged, through_outages
@@ -102,7 +103,7 @@ class Infer(Stage):
                 await self.pipe.registry.announce_worker(self._card)
                 await reopen_lanes(self.pipe.broker, self.pipe.settings, model.name, model.revision)
             self.room.tell()
-            await asyncio.sleep(self.pipe.settings.heartbeat_interval)
+            await asyncio.sleep(until_beat(self.pipe.settings.heartbeat_interval))
             self._watch()
         raise RuntimeError("the engine has died") from self._engine.error
 

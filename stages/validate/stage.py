@@ -38,6 +38,7 @@ from ...schemas.openai.responses.request import parse_responses
 from ...schemas.registry import ModelCard
 from ...schemas.wire import codec
 from ...schemas.wire.codec import DecodeError
+from ...streams.beats import until_beat
 from ...streams.outages import through_outages
 from ...streams.port import DEADLINE, SCHEMA, TRACE_PARENT, Delivery, Message
 from ...streams.shares import crowds
@@ -104,7 +105,7 @@ class Validate(Stage):
                         if is_served and card.backend not in WITHOUT_GRAMMARS:
                             self._grammars.prepare(card.source, card.backend, card.revision, after=SETTLED)
                     self._preparers.keep(cards, *own)
-                    await asyncio.sleep(settings.heartbeat_interval)
+                    await asyncio.sleep(until_beat(settings.heartbeat_interval))
         finally:
             await self._replays.close()
             await self._grammars.close()

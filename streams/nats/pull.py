@@ -26,6 +26,7 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error
 
 from ...schemas.errors import PenstockError, StartupError
+from ..beats import until_beat
 from ..port import ConsumerSpec, Delivery, Message
 from .connection.link import Link, status
 from .management import (
@@ -214,7 +215,9 @@ class PullConsumer:
     def _receive(self, message: Msg) -> Awaitable[None] | None:
         self._heard = self._clock()
         if not message.reply:
-            return self._request_ended(message)
+            is_of_ours = message.subject == f"{self._inbox}.{self._generation}"
+            code = status(message.headers)
+            return self._request_ended(message, code) if is_of_ours and code != _IDLE else None
         self._requested = max(0, self._requested - 1)
         attempt, sequence, time = parse_reply_subject(message.reply)
         stored = Message(message.subject, message.data, message.headers or {}, sequence, time)
@@ -226,10 +229,7 @@ class PullConsumer:
         self._arrived.set()
         return None
 
-    async def _request_ended(self, message: Msg) -> None:
-        code = status(message.headers)
-        if code == _IDLE or message.subject != f"{self._inbox}.{self._generation}":
-            return
+    async def _request_ended(self, message: Msg, code: str | None) -> None:
         remaining = (message.headers or {}).get("Nats-Pending-Messages")
         if remaining is not None and (code in _EXPIRED or _description(message) in _BROUGHT):
             self._requested = max(0, self._requested - int(remaining))
@@ -279,7 +279,7 @@ class PullConsumer:
         silence = 2 * _HEARTBEAT
         while not self._lost.is_set():
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(silence):
+                async with asyncio.timeout(until_beat(silence)):
                     await self._lost.wait()
             if self._requested and self._link.connected and self._clock() - self._heard > silence:
                 log.warning("consumer %s of stream %s: heartbeats missing", self._spec.name, self._stream)

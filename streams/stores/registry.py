@@ -19,6 +19,7 @@ from ...config.process import has_ended
 from ...schemas.errors import ModelNotFound, StartupError
 from ...schemas.models.catalogue import Catalogue, RevisionKey
 from ...schemas.registry import AddedAdapter, AgentCard, ModelCard, ModelLanes, ModelRefusal, StageCard, WorkerCard
+from ..beats import until_beat
 from ..lanes import present_lanes
 from ..outages import outage_logged
 from ..port import Broker, Entry
@@ -68,7 +69,7 @@ class Registry:
                 await self.refresh()
             # The batch stage looks for workers that report themselves.
             is_served = self.workers or self.agents or self.declared
-            await asyncio.sleep(self._interval if is_served else min(0.1, self._interval))
+            await asyncio.sleep(until_beat(self._interval if is_served else min(0.1, self._interval)))
 
     async def find(self, model: str) -> ModelCard | None:
         """The model of this name; one that is not known is looked for, as it may just have been announced."""
@@ -106,23 +107,28 @@ class Registry:
 
     async def refresh(self) -> None:
         live = await (await self._broker.bucket("workers")).entries()
-        known = await (await self._broker.bucket("models")).entries()
+        models, state = await self._broker.bucket("models"), await self._broker.bucket("state")
+        # After the workers, each of which is announced after its model and its lanes.
+        known, declared, added, refused, lanes = await asyncio.gather(
+            models.entries(),
+            declared_models(self._broker),
+            self.added_adapters(),
+            state.entries(REFUSED),
+            present_lanes(self._broker),
+        )
         self.workers = tuple(_cards(WorkerCard, live, "worker."))
         self.agents = {entry.key.removeprefix(AGENT): _agent(entry) for entry in live if entry.key.startswith(AGENT)}
         self.leaving = frozenset(entry.key.removeprefix(LEAVING) for entry in live if entry.key.startswith(LEAVING))
         self.ended = {}
         self.drop_ended()
         self.stages = self._known_stages(_cards(StageCard, live, "stage."))
-        self.declared = {card.name: card for card in await declared_models(self._broker)}
+        self.declared = {card.name: card for card in declared}
         announced = {card.name: card for card in _cards(ModelCard, known)}
         cards = sorted((self.declared | announced).values(), key=lambda card: (card.created, card.name))
-        self.models = {card.name: card for card in _with_added(cards, await self.added_adapters())}
-        state = await self._broker.bucket("state")
-        refused = await state.entries(REFUSED)
+        self.models = {card.name: card for card in _with_added(cards, added)}
         self.refusals = {
             entry.key.removeprefix(REFUSED): ModelRefusal.model_validate_json(entry.value) for entry in refused
         }
-        lanes = await present_lanes(self._broker)
         if lanes.keys() != self.lanes.keys():
             self.lanes = lanes
             self._lanes_changed.set()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+from typing import Any, cast
 
 import pytest
 
 from penstock.config.process import host
 from penstock.config.settings import Settings
+from penstock.schemas.errors import BrokerUnavailable
 from penstock.stages import Pipe, Stage
 from penstock.stages.batch.stage import Batch
 from penstock.stages.cancellations import Cancellations
@@ -68,6 +70,48 @@ async def test_only_what_may_be_done_twice_is_lent_for_less_than_an_election(kin
     registry = Registry(broker, interval=1.0)
     pipe = Pipe(broker, Subjects("p"), settings, registry, Cancellations())
     assert kind(pipe).lease == seconds
+
+
+async def test_no_renewal_is_on_its_way_when_the_next_round_begins() -> None:
+    """A second one of the same share would find that somebody has written it, and the share would count as lost."""
+
+    class Slow:
+        def __init__(self, bucket: Bucket) -> None:
+            self._bucket = bucket
+            self.may_answer = asyncio.Event()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._bucket, name)
+
+        async def update(self, key: str, value: bytes, revision: int) -> int | None:
+            if key == "stream.share.0":
+                raise BrokerUnavailable("no answer")
+            await self.may_answer.wait()
+            return await self._bucket.update(key, value, revision)
+
+    bucket = await bucket_with()
+    lost: list[int] = []
+
+    async def gain(share: int) -> None:
+        pass
+
+    async def lose(share: int) -> None:
+        lost.append(share)
+
+    leases = Leases(bucket, "stream", 4, interval=LONG)
+    await leases._renew(gain, lose)
+    slow = Slow(bucket)
+    leases._bucket = cast(Bucket, slow)
+    renewing = asyncio.create_task(leases._renew(gain, lose))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not renewing.done()
+    slow.may_answer.set()
+    with pytest.raises(BrokerUnavailable):
+        await renewing
+    leases._bucket = bucket
+    await leases._renew(gain, lose)
+    assert lost == [] and set(leases._held) == {0, 1, 2, 3}
 
 
 async def test_a_dead_holder_s_share_goes_to_one(dead: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -197,6 +198,25 @@ async def test_a_worker_that_is_back_keeps_its_messages_before_the_next_heartbea
     assert card.id in {one.id for one in rare.registry.workers}
     async with asyncio.timeout(60):
         await reclaimer._pause()
+    await pipeline.stop()
+
+
+async def test_the_death_of_a_worker_of_this_host_is_heard_of_before_the_next_heartbeat() -> None:
+    pipeline = await Pipeline.start()
+    rare = replace(pipeline.pipe, settings=pipeline.pipe.settings.model_copy(update={"heartbeat_interval": LONG}))
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)
+    card = WorkerCard(
+        id="w7", model=rare.registry.models[MODEL], capacity=4, pid=process.pid, incarnation="one", host=host()
+    )
+    await rare.registry.announce_worker(card)
+    await rare.registry.refresh()
+    pausing = asyncio.create_task(Reclaimer(rare, Intake(rare))._pause())
+    await asyncio.sleep(0)
+    process.kill()
+    async with asyncio.timeout(60):
+        await pausing
+    assert rare.registry.ended == {"w7": card}
+    await process.wait()
     await pipeline.stop()
 
 
