@@ -16,14 +16,20 @@ from .machine import ARCHITECTURE
 BUILT = Path(__file__).with_name("built")
 """Where the package has them."""
 
+SOURCE = Path(__file__).with_name("source")
+"""Below it are all sources."""
+
 SOURCES = tuple(
-    Path(__file__).with_name("source") / name
-    for name in (
-        *("names.h", "narrow.h", "neon.h", "vectors.h", "product.h", "threads.h", "tiles.h", "levels.h"),
-        *("products.h", "attention.h", "attention_vectors.h", "attention_tiles.h", "convolution.h", "delta.h"),
-        *("layer_inputs.h", "mamba.h", "mixture.h", "rows.h"),
-        *("levels.c", "kernels.c", "packing.c", "sampling.c"),
-    )
+    SOURCE / room / name
+    for room, names in {
+        "machine": "names.h narrow.h neon.h vectors.h threads.h tiles.h",
+        "products": "product.h products.h levels.h mixture.h rows.h levels.c packing.c",
+        "attention": "attention.h attention_vectors.h attention_tiles.h",
+        "states": "convolution.h delta.h mamba.h",
+        "decoder": "model.h layer_inputs.h adapters.h adapted_products.h attending.h passes.h layers.h forward.h",
+        "": "kernels.c sampling.c",
+    }.items()
+    for name in names.split()
 )
 OPTIONS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
 """The compiler's for all variants. Without contraction the source alone says where numbers are rounded."""

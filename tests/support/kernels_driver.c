@@ -1,6 +1,6 @@
 /* Runs one product of the kernels where there is no Python: reads it from stdin, writes its result to stdout. */
 
-#include "product.h"
+#include "products/product.h"
 
 #include <stdio.h>
 #include <stdlib.h>

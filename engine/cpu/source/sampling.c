@@ -2,8 +2,8 @@
    distribution of the rest. Nothing is sorted: a binary search finds the bounds of top-k and top-p, each of its
    probes one pass over the weights that may still be kept. */
 
-#include "threads.h"
-#include "vectors.h"
+#include "machine/threads.h"
+#include "machine/vectors.h"
 
 #define GUESS 1e-4f /* where the search starts, as a share of the largest weight: most excluded ones are below it */
 

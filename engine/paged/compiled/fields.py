@@ -1,4 +1,4 @@
-"""The compiled decoder as its kernels read it; the fields are explained in `kernels.c`."""
+"""The compiled decoder as its kernels read it; the fields are explained in `decoder/model.h`."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ def test_aarch64_has_the_same_bits(variant: variants.Variant, tmp_path: Path, bu
         "-std=gnu11",
         "-ffp-contract=off",
         "-static",
-        f"-I{SOURCES[0].parent}",
+        f"-I{variants.SOURCE}",
     ]
     subprocess.run([*command, "-o", tmp_path / "driver", *sources, "-lm"], check=True, timeout=300)
     kernels = Kernels(CDLL(str(next(built.iterdir()))))

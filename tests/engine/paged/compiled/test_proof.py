@@ -642,7 +642,8 @@ def test_a_wrong_kernel_is_refused(
         pytest.skip("needs a processor with AMX")
     sources = []
     for source in variants.SOURCES:
-        sources.append(tmp_path / source.name)
+        sources.append(tmp_path / source.relative_to(variants.SOURCE))
+        sources[-1].parent.mkdir(parents=True, exist_ok=True)
         sources[-1].write_text(source.read_text().replace(right, wrong))
     assert sum(right in source.read_text() for source in variants.SOURCES) == 1
     monkeypatch.setattr(variants, "SOURCES", tuple(sources))

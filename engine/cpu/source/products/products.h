@@ -6,8 +6,8 @@
 #pragma once
 
 #include "levels.h"
-#include "threads.h"
-#include "tiles.h"
+#include "../machine/threads.h"
+#include "../machine/tiles.h"
 
 enum { CHUNK = 512 }; /* pairs of inputs */
 

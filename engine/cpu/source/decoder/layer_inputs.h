@@ -3,8 +3,8 @@
 
 #pragma once
 
-#include "products.h"
-#include "rows.h"
+#include "../products/products.h"
+#include "../products/rows.h"
 
 typedef struct {
     Product projection;     /* [L P, E] */

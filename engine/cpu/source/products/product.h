@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "vectors.h"
+#include "../machine/vectors.h"
 
 enum { PLAIN, INT8, INT4, FINE, UNEVEN, SIX };
 enum { BF16, F16, F32, BYTES }; /* the types of scales */

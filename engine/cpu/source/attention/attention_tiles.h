@@ -9,7 +9,7 @@
 #pragma once
 
 #include "attention_vectors.h"
-#include "tiles.h"
+#include "../machine/tiles.h"
 
 #include <string.h>
 

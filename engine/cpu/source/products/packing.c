@@ -6,7 +6,7 @@
 
 #include "product.h"
 #include "rows.h"
-#include "threads.h"
+#include "../machine/threads.h"
 
 #include <string.h>
 

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "vectors.h"
+#include "../machine/vectors.h"
 
 #define LOG2_E 1.44269504f
 #define LOWEST -1e30f /* below any score; its distance from itself is 0 */

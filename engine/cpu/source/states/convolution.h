@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "products.h"
+#include "../products/products.h"
 
 typedef struct {
     const float *taps, *bias; /* [K, C]; [C] or NULL */

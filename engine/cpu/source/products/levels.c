@@ -2,7 +2,7 @@
    them, and compiles them beside the others. */
 
 #include "levels.h"
-#include "tiles.h"
+#include "../machine/tiles.h"
 
 enum { QUAD = 4 * BLOCK, QUADS = GROUP / 4 }; /* bytes of four inputs of 64 outputs; fours of a group */
 #if defined __AVX512VNNI__ && defined __AVX512BW__ || defined __AVXVNNI__
