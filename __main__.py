@@ -16,6 +16,7 @@ from .api.terminal.lazy import CommandEntry, LazyGroup
 from .schemas.version import __version__
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_THREAD = "can't start new thread"  # as Python says it
 
 COMMANDS = (
     CommandEntry(
@@ -208,6 +209,13 @@ def main() -> None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or else Python tries again to write what is left
         sys.exit(f"error: {error.filename or 'The output'} cannot be written: {os.strerror(error.errno)}.")
+    except RuntimeError as error:
+        if str(error) != _NO_THREAD:
+            raise
+        sys.exit(
+            "error: No more threads can be started here; raise the limit of processes: that of the user (ulimit -u), "
+            "the container (pids.max) or the unit (TasksMax)."
+        )
 
 
 if __name__ == "__main__":

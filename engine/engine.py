@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self, overload
 
+from ..schemas.bounds import whole
 from ..schemas.events import Delta
 from ..schemas.params import GenerationParams
 from .adapters.files import read_adapter
@@ -30,9 +31,9 @@ from .planning.manifest import Manifest
 from .plug_ins.found import PlugIns
 from .plug_ins.port import PlugIn
 from .pooled import inputs_of, pairs_of, refuse_pairs, results
-from .preparing.prompts import Many, Prompt, Prompts, as_list, is_list, naming, sight_of
+from .preparing.prompts import Many, Prompt, Prompts, as_list, checked, is_list, naming, sight_of
 from .progress import loading_bar
-from .request import EngineRequest
+from .request import EngineRequest, check_ids
 from .text.tokenizer_port import TokenizerLike
 
 _log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class InferenceEngine:
         `progress` is called as the weights load, and a terminal shows a bar. `backend` replaces the configured one,
         `driver` the thread that steps it; `plug_ins` adds some by name. Raises `ConfigurationError`, `ModelLoadError`.
         """
-        self.config = config
+        self.config = checked(config)
         if backend is not None:
             self._driver = driver(lambda: backend, config.stall_timeout)
         else:
@@ -134,10 +135,11 @@ class InferenceEngine:
         return self._fallback.manifest.id
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens)
+        return self.tokenizer.encode(whole(text), add_special_tokens)
 
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens)
+        check_ids(ids, "ids", self.tokenizer.vocabulary_size)
+        return self.tokenizer.decode([*ids], skip_special_tokens)
 
     @overload
     def generate(

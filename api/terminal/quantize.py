@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from pydoc_data.topics import topics
+from tempfile import TemporaryFile
 from typing import Annotated
 
 from rich.console import Console
@@ -70,8 +71,10 @@ def quantize(
     else:
         chunks = read_chunks(calibration, "--calibration", model, length)
     chunks = chunks[:: max(1, len(chunks) // MOST)][:MOST]
+    _try_to_write(out)
     prepare_process(given.threads or worker_threads(source, 1))
     import torch  # only now: `prepare_process` comes before it
+    from safetensors import SafetensorError
 
     from ...engine.checkpoints.rounded import save_quantized
     from ...engine.loading import load_causal_lm
@@ -91,8 +94,20 @@ def quantize(
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         bar = bars.add_task("", total=len(methods))
         found = calibrate(loaded_model, methods, chunks, lambda done: bars.update(bar, completed=done))
-    save_quantized(source, out, loaded_model, found)
+    try:
+        save_quantized(source, out, loaded_model, found)
+    except (OSError, SafetensorError) as error:
+        raise StartupError(f"{out} cannot be written to its end: {error}") from error
     before, after = (sum(file.stat().st_size for file in one.glob("*.safetensors")) for one in (source, out))
     Console(highlight=False, soft_wrap=True).print(
         f"{out}: {method}, {after / 1e6:,.0f} MB of {before / 1e6:,.0f}, in {time.monotonic() - begin:,.0f} s"
     )
+
+
+def _try_to_write(out: Path) -> None:
+    """Raise `StartupError` if the directory cannot be written, before the rounding takes its minutes or hours."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise StartupError(f"{out} cannot be written: {error.strerror}; name another directory") from error

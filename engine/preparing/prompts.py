@@ -57,6 +57,13 @@ def naming(index: int, count: int) -> Iterator[None]:
         raise TypeError(f"prompts[{index}]: {error}" if count > 1 else str(error)) from None
 
 
+def checked(config: EngineConfig) -> EngineConfig:
+    """Raise `TypeError` for what is no configuration, such as the name of a model."""
+    if not isinstance(config, EngineConfig):
+        raise TypeError(f"config must be EngineConfig, not {_kind(config)}; write EngineConfig(model=…)")
+    return config
+
+
 def sight_of(backend: Backend, config: EngineConfig) -> Sight:
     """What a loaded model sees. Raises `ModelLoadError`."""
     if not backend.info.sees:

@@ -48,7 +48,7 @@ class Conversations:
 
     @classmethod
     async def of(cls, broker: Broker) -> Self:
-        return cls(await broker.bucket(RESPONSES), await Objects.of(broker, RESPONSES))
+        return cls(await broker.bucket(RESPONSES), await Objects.of(broker, RESPONSES, beside=True))
 
     async def read(self, tenant: str, id: str, *, deleted: bool = False) -> Conversation | None:
         """None if there is no such conversation; with `deleted`, also find a deleted one."""

@@ -1,4 +1,5 @@
-"""Objects of any size in a broker's buckets: an entry describes each, a second bucket has its bytes in pieces."""
+"""Objects of any size in a broker's buckets: an entry describes each, others, mostly of a second bucket, have its bytes
+in pieces."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from ..topology import OBJECT_DATA
 CHUNK = 128 << 10  # bytes of one piece, if the broker accepts that much
 POLL_INTERVAL = 0.1  # seconds between two reads of a piece that must exist
 MAX_POLLS = 20
+BESIDE = "="  # begins the version of an object whose pieces are in the bucket of its entry: no name begins so
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +44,16 @@ class Objects:
     _chunk: int
     now: Callable[[], float]
     """Unix seconds, by the clock that all who read the objects share."""
+    _are_beside: bool = False
 
     @classmethod
-    async def of(cls, broker: Broker, bucket: str, data: str = OBJECT_DATA) -> Objects:
-        """The objects described in `bucket`, whose bytes are in the bucket `data`."""
+    async def of(cls, broker: Broker, bucket: str, data: str = OBJECT_DATA, *, beside: bool = False) -> Objects:
+        """The objects described in `bucket`, whose bytes are in the bucket `data`.
+
+        With `beside`, the bytes of new ones are in `bucket`, too, and so are gone when nothing describes them any more.
+        """
         chunk = min(CHUNK, broker.max_payload // 2)
-        return cls(await broker.bucket(bucket), await broker.bucket(data), chunk, broker.now)
+        return cls(await broker.bucket(bucket), await broker.bucket(data), chunk, broker.now, beside)
 
     async def put(
         self, name: str, data: AsyncIterable[bytes], about: dict[str, Any], revision: int = 0
@@ -57,7 +63,7 @@ class Objects:
         Raises `StorageFull`, and whatever `data` raises; nothing has changed then.
         """
         try:
-            return await self._put(ObjectInfo(name, about, uuid.uuid4().hex), data, revision)
+            return await self._put(ObjectInfo(name, about, self._new_version()), data, revision)
         except StreamFull as error:
             if not error.storage:
                 raise
@@ -66,7 +72,7 @@ class Objects:
     async def _put(self, info: ObjectInfo, data: AsyncIterable[bytes], revision: int) -> ObjectInfo | None:
         try:
             async for piece in _pieces(data, self._chunk):
-                await self._data.put(f"{info.version}.{info.chunks}", piece)
+                await self._bytes_of(info).put(f"{info.version}.{info.chunks}", piece)
                 info = replace(info, size=info.size + len(piece), chunks=info.chunks + 1)
         except BaseException:
             with contextlib.suppress(BrokerUnavailable):  # the remaining pieces then expire
@@ -128,10 +134,10 @@ class Objects:
         if (entry := await self._infos.get(name)) is None:
             return
         old = codec.build(ObjectInfo, orjson.loads(entry.value))
-        new = replace(old, version=uuid.uuid4().hex)
+        new = replace(old, version=self._new_version())
         try:
             for number in range(old.chunks):
-                await self._data.put(f"{new.version}.{number}", await self._piece(old, number))
+                await self._bytes_of(new).put(f"{new.version}.{number}", await self._piece(old, number))
             is_renewed = await self._infos.update(name, orjson.dumps(new), entry.revision) is not None
         except StreamFull as error:
             await self._drop(new)
@@ -144,7 +150,7 @@ class Objects:
 
     async def _piece(self, info: ObjectInfo, number: int) -> bytes:
         for _ in range(MAX_POLLS):
-            if (entry := await self._data.get(f"{info.version}.{number}")) is not None:
+            if (entry := await self._bytes_of(info).get(f"{info.version}.{number}")) is not None:
                 return entry.value
             if await self.info(info.name) != info:
                 raise BrokerUnavailable(f"the object {info.name} was deleted while it was read")
@@ -153,7 +159,13 @@ class Objects:
 
     async def _drop(self, info: ObjectInfo) -> None:
         for number in range(info.chunks):
-            await self._data.delete(f"{info.version}.{number}")
+            await self._bytes_of(info).delete(f"{info.version}.{number}")
+
+    def _bytes_of(self, info: ObjectInfo) -> Bucket:
+        return self._infos if info.version.startswith(BESIDE) else self._data
+
+    def _new_version(self) -> str:
+        return (BESIDE if self._are_beside else "") + uuid.uuid4().hex
 
 
 def _read(entry: Entry) -> tuple[ObjectInfo, int]:

@@ -24,6 +24,7 @@ from ...schemas.openai.batches import FINAL, Batch
 from ..port import Broker, Entry
 from ..shares import crowds
 from ..topology import BATCH_RESULTS, BATCH_STATES, FILES, IMAGES, OBJECT_DATA, RESPONSES
+from .objects import BESIDE
 from .room import Room
 
 _log = structlog.get_logger(__name__)
@@ -156,7 +157,8 @@ def _add(held: Counter[str], bucket: str, entry: Entry) -> None:
     value = orjson.loads(entry.value) if entry.value.startswith(b"{") else {}
     held[bucket] += ENTRY + len(entry.value)
     if "version" in value and "chunks" in value:
-        held[IMAGES if bucket == IMAGES else OBJECT_DATA] += int(value["size"])
+        are_beside = bucket == IMAGES or value["version"].startswith(BESIDE)
+        held[bucket if are_beside else OBJECT_DATA] += int(value["size"])
 
 
 def _tell(counting: asyncio.Task[None]) -> None:

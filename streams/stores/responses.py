@@ -100,7 +100,7 @@ class ResponseLog:
 
     @classmethod
     async def of(cls, broker: Broker) -> Self:
-        return cls(await Objects.of(broker, RESPONSES), await broker.bucket(RESPONSES))
+        return cls(await Objects.of(broker, RESPONSES, beside=True), await broker.bucket(RESPONSES))
 
     async def read(self, tenant: str, id: str, *, hidden: bool = False) -> Stored | None:
         """None if there is no such response; with `hidden`, also find one that is kept only for its successors."""

@@ -99,6 +99,20 @@ def test_half_a_character_is_the_replacement_character(echo: InferenceEngine) ->
     params = GenerationParams(max_tokens=8)
     cut, other = echo.generate(["a \ud83d b", "a \ufffd b"], params)
     assert cut.token_ids == other.token_ids
+    assert echo.tokenize("a \ud83d b") == echo.tokenize("a \ufffd b")
+
+
+@pytest.mark.parametrize("outside", [-1, 10**6])
+def test_tokens_that_do_not_exist_have_no_text(echo: InferenceEngine, outside: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"ids: token id {outside} is outside the vocabulary of "):
+        echo.detokenize([72, outside])
+    array: Any = np.array([72, 105])
+    assert echo.detokenize(array) == "Hi"
+
+
+def test_the_name_of_a_model_is_no_configuration() -> None:
+    with pytest.raises(TypeError, match=r"config must be EngineConfig, not str; write EngineConfig\(model="):
+        InferenceEngine("penstock-nano")  # type: ignore[arg-type]
 
 
 async def test_generate_works_inside_a_running_loop(echo: InferenceEngine) -> None:

@@ -141,7 +141,9 @@ class Office:
     def kept(self) -> set[str]:
         """What is kept of responses, but for the fact that they are over."""
         bucket = self.run(self.broker.bucket("responses"))
-        return {entry.key for entry in self.run(bucket.entries()) if not entry.key.endswith(".ended")}
+        entries = {entry.key: entry.value for entry in self.run(bucket.entries())}
+        ends = {orjson.loads(value)["version"] for key, value in entries.items() if key.endswith(".ended")}
+        return {key for key in entries if not key.endswith(".ended") and key.partition(".")[0] not in ends}
 
     def stored(self, id: str) -> dict[str, Any]:
         answer = self.ask("GET", f"/v1/responses/{id}", app=1)

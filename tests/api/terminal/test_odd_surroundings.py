@@ -43,6 +43,20 @@ def test_a_full_disk_is_said_in_a_line(command: str) -> None:
     assert ended.stderr.decode() == "error: The output cannot be written: No space left on device.\n"
 
 
+def test_where_no_more_threads_can_be_started_the_limits_are_named() -> None:
+    """The log had a traceback without words, again and again: what exceptions say stays out of it."""
+    code = """
+import threading
+from penstock import __main__
+threading.stack_size(1 << 47)  # more than there is of addresses
+__main__.app = lambda prog_name: threading.Thread(target=print).start()
+__main__.main()
+"""
+    ended = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, timeout=60, check=False)
+    assert ended.returncode == 1 and len(ended.stderr.splitlines()) == 1
+    assert ended.stderr.startswith(b"error: No more threads can be started here; raise the limit of processes")
+
+
 @pytest.mark.parametrize("command", [("serve", "--help"), ("chat", "--help"), ("schema",)])
 def test_a_narrow_encoding_loses_characters_alone(command: tuple[str, ...]) -> None:
     ended = run(*command, environment=NARROW)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from pydantic import ByteSize
+from safetensors import SafetensorError
 from tiny_model import make_tiny_model
 from typer.testing import CliRunner, Result
 from vision_models import make_vision_model, picture
@@ -106,9 +107,22 @@ def test_bad_input_has_one_clear_line(made: Path, tiny_model: Path, tmp_path: Pa
         ((tiny_model, tmp_path / "out", f"--calibration={tmp_path}/short"), "has fewer tokens than one chunk, 256"),
         ((tiny_model, tmp_path / "out", "--calibration=/nowhere/text"), "No such file or directory; check the path"),
         ((tmp_path / "broken", tmp_path / "out"), "the weights are missing; download them"),
+        ((tiny_model, tmp_path / "short" / "out"), "/short/out cannot be written: Not a directory; name another"),
         ((tiny_model,), "name a model and a directory to write: penstock quantize MODEL OUT"),
     ):
         result = quantize(*arguments)
         assert result.exit_code == 2, arguments
         assert error in result.stderr and len(result.stderr.splitlines()) == 1
         assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_is_full_at_the_end_is_said_in_a_line(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("penstock.engine.checkpoints.rounded.save_file", full)
+    result = quantize(tiny_model, tmp_path / "out")
+    assert result.exit_code == 2 and len(result.stderr.strip().splitlines()) == 1
+    assert "/out cannot be written to its end: Error while" in result.stderr and "No space left" in result.stderr

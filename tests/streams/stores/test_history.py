@@ -14,6 +14,7 @@ import pytest_asyncio
 from penstock.schemas.errors import InvalidRequest, StreamNotFound
 from penstock.schemas.loops import Begun, Ended, Items, LoopJob, Turned
 from penstock.schemas.openai.responses.request import parse_responses
+from penstock.simulation.clock import VirtualLoop
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.stores import history
 from penstock.streams.stores.conversations import Conversation, Conversations
@@ -80,8 +81,10 @@ class Archive:
         return sum([len(entry.value) for bucket in buckets for entry in await bucket.entries()])
 
     async def keys(self) -> set[str]:
-        entries = await (await self.broker.bucket(RESPONSES)).entries()
-        return {entry.key for entry in entries if not entry.key.endswith(".ended")}
+        """Of all that is kept of responses and conversations, but for the fact that responses are over."""
+        entries = {entry.key: entry.value for entry in await (await self.broker.bucket(RESPONSES)).entries()}
+        ends = {orjson.loads(value)["version"] for key, value in entries.items() if key.endswith(".ended")}
+        return {key for key in entries if not key.endswith(".ended") and key.partition(".")[0] not in ends}
 
     async def told(self, begun: Begun) -> list[str]:
         """The responses whose items are in its history, asked twice."""
@@ -248,6 +251,24 @@ async def test_a_response_that_was_lost_from_a_chain_is_named(archive: Archive) 
     await archive.log._entries.delete(info)
     with pytest.raises(StreamNotFound, match=chain[1].job.id):
         await archive.reader().items(chain[2].job, chain[2])
+
+
+def test_nothing_of_a_response_and_of_a_conversation_outlives_it() -> None:
+    """Their bytes had the lifetime of files, and filled the store with what nobody could read any more."""
+
+    async def kept() -> tuple[int, int]:
+        broker = MemoryBroker()
+        await broker.ensure(*topology("p", (), responses_ttl=3600.0, files_ttl=86400.0))
+        archive = Archive(broker, await ResponseLog.of(broker), await Conversations.of(broker))
+        await archive.make()
+        await talk(archive, 2)
+        before = await archive.kept()
+        await asyncio.sleep(3600.0)
+        return before, await archive.kept()
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        before, after = runner.run(kept())
+    assert before > 3 * len(TEXT) and after == 0
 
 
 async def talk(archive: Archive, parts: int) -> str:

@@ -88,6 +88,23 @@ async def test_deletes(objects: Objects, broker: Broker) -> None:
     assert await content(objects, await put(objects, "gone", b"again")) == b"again"
 
 
+async def test_what_has_its_bytes_elsewhere_is_still_read_and_deleted_where_new_ones_have_them_beside(
+    objects: Objects, broker: Broker
+) -> None:
+    old, kept = await put(objects, "old", b"old"), await put(objects, "kept", BIG)
+    now = await Objects.of(broker, "files", beside=True)
+    new = await put(now, "new", b"new")
+    assert [await content(objects, info) for info in (old, new)] == [b"old", b"new"]
+    await now.delete(old)
+    await now.renew("kept")
+    assert await pieces_of(broker) == 0, "what is renewed moves"
+    renewed = await now.info("kept")
+    assert renewed is not None and renewed != kept and await content(now, renewed) == BIG
+    for info in (new, renewed):
+        await now.delete(info)
+    assert await (await broker.bucket("files")).entries() == []
+
+
 async def test_a_source_that_fails_changes_nothing(objects: Objects, broker: Broker) -> None:
     before = await put(objects, "name", b"before")
     for name in ("name", "new"):
