@@ -61,7 +61,7 @@ def test_documents_come_by_their_relevance(client: httpx2.Client, scores: list[f
     assert [one.get("document") for one in found["results"]] == [
         {"text": DOCUMENTS[one]} if shown else None for one in best
     ]
-    turned = ask(client, path, top_n=1, return_documents=not shown)["results"]
+    turned = ask(client, path, top_n=1.0, return_documents=not shown)["results"]
     assert len(turned) == 1 and ("document" in turned[0]) is not shown
 
 
