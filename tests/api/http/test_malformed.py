@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any, NamedTuple
 
@@ -78,6 +79,7 @@ BODIES = [
     broken('{"model": "echo"}'.encode("utf-16-le"), "but in UTF-16; send it in UTF-8."),
     broken('{"model": "echo"}'.encode("utf-16-be"), "but in UTF-16; send it in UTF-8."),
     broken('{"model": "echo"}'.encode("utf-32"), "but in UTF-32; send it in UTF-8."),
+    broken(gzip.compress(b'{"model": "echo"}'), "The body is compressed with gzip; send it as it is."),
     broken(b'{"model": "a\x00b"}', "control character"),
     broken(b'{"model": "\\ud800", "a": \\ud800}', "surrogate"),
     Row(TEXT, b'{"model": "\\ud83d", "prompt": "x"}', 404, "The model '\ufffd' is not", "model", "model_not_found"),
