@@ -25,6 +25,10 @@ MOST_LISTED = 1_000  # faults; pydantic lists all or none, and so many take mill
 _PIECE = 1 << 16  # bytes scanned before other threads get a turn
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd"}  # by their first bytes, with which no JSON begins
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# pydantic's names of faults, and what JSON has in their places.
+_KINDS = {"none_required": "null"}
+_KINDS |= dict.fromkeys(("dict_type", "model_type", "model_attributes_type", "dataclass_type"), "an object")
+_KINDS |= dict.fromkeys(("list_type", "tuple_type"), "an array")
 # An escape in a string: of a pair of surrogates, of one alone, or any other.
 _ESCAPE = re.compile(rb"\\(?:u(?:d[89ab]..\\ud[c-f]..|(d[89a-f]..))|.)", re.IGNORECASE | re.DOTALL)
 
@@ -176,6 +180,12 @@ def bounded(schema: CoreSchema) -> CoreSchema:
 
     visit(schema)
     return schema
+
+
+def in_words_of_json(fault: Mapping[str, Any]) -> str:
+    """What pydantic says of a fault; most clients are not written in Python and know no dictionary, list or None."""
+    kind = _KINDS.get(fault["type"])
+    return f"Input should be {kind}" if kind else str(fault["msg"]).removeprefix("Value error, ")
 
 
 def listed(faults: list[str], count: int) -> list[str]:

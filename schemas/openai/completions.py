@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from ..base import MAX_TOOLS
-from ..bounds import MOST_LISTED, listed
+from ..bounds import MOST_LISTED, in_words_of_json, listed
 from ..errors import InvalidRequest
 from ..jobs import Endpoint, Priority
 from ..models.catalogue import parse_keep_alive
@@ -315,7 +315,7 @@ def refusal(error: ValidationError, names: Mapping[str, str] = MappingProxyType(
             case "extra_forbidden":
                 sentences.append(f"{path} is not a known parameter.")
             case _:
-                sentences.append(f"{path}: {fault['msg'].removeprefix('Value error, ')}.")
+                sentences.append(f"{path}: {in_words_of_json(fault)}.")
     codes = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
     kind = faults[0]["type"]
     code = codes.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
