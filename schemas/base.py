@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
+
+from .integers import integral
 
 MAX_TOOL_NAME = 128  # characters
 MAX_TOOLS = 1024  # of a request; a grammar over so many takes two seconds to compile
@@ -18,6 +21,14 @@ class Strict(BaseModel):
     """Immutable; pydantic converts no types and refuses unknown fields, NaN and infinity."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class Sent(Strict):
+    """What a client sends. An integer may be written as 4.0, which JSON does not tell from 4: so do Lua, PHP and R."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return integral(handler(source))
 
 
 class Record(Strict):

@@ -23,7 +23,12 @@ MOST_FAULTS = 20  # that a refusal names
 MOST_FAULT = 300  # characters of each
 MOST_LISTED = 1_000  # faults; pydantic lists all or none, and so many take milliseconds
 _PIECE = 1 << 16  # bytes scanned before other threads get a turn
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd"}  # by their first bytes, with which no JSON begins
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# pydantic's names of faults, and what JSON has in their places.
+_KINDS = {"none_required": "null"}
+_KINDS |= dict.fromkeys(("dict_type", "model_type", "model_attributes_type", "dataclass_type"), "an object")
+_KINDS |= dict.fromkeys(("list_type", "tuple_type"), "an array")
 # An escape in a string: of a pair of surrogates, of one alone, or any other.
 _ESCAPE = re.compile(rb"\\(?:u(?:d[89ab]..\\ud[c-f]..|(d[89a-f]..))|.)", re.IGNORECASE | re.DOTALL)
 
@@ -83,8 +88,10 @@ def utf_8(raw: bytes) -> bytes:
     """A JSON document without its byte order mark, which editors and shells on Windows write in front, and .NET's
     streams, and which may be passed over (RFC 8259, 8.1).
 
-    Raises `ValueError` as `load_json` does where UTF-16 or UTF-32 is what its first bytes show.
+    Raises `ValueError` as `load_json` does where its first bytes show UTF-16, UTF-32 or a compressed document.
     """
+    if (compression := _COMPRESSED.get(raw[:2])) is not None:
+        raise ValueError(f"is compressed with {compression}; send it as it is.")
     encoding = json.detect_encoding(raw[:4])
     if not encoding.startswith("utf-8"):
         raise ValueError(f"is not in UTF-8, but in {encoding[:6].upper()}; send it in UTF-8.")
@@ -173,6 +180,12 @@ def bounded(schema: CoreSchema) -> CoreSchema:
 
     visit(schema)
     return schema
+
+
+def in_words_of_json(fault: Mapping[str, Any]) -> str:
+    """What pydantic says of a fault; most clients are not written in Python and know no dictionary, list or None."""
+    kind = _KINDS.get(fault["type"])
+    return f"Input should be {kind}" if kind else str(fault["msg"]).removeprefix("Value error, ")
 
 
 def listed(faults: list[str], count: int) -> list[str]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .integers import as_integer
+
 OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",
@@ -37,6 +39,6 @@ def request_attributes(endpoint: str, body: Mapping[str, Any]) -> dict[str, str 
         if type(value := body.get(name)) in (int, float):
             found[f"gen_ai.request.{name}"] = float(value)  # type: ignore[arg-type]
     for name, attribute in _WHOLE.items():
-        if type(value := body.get(name)) is int and abs(value) < 1 << 63:
+        if type(value := as_integer(body.get(name))) is int and abs(value) < 1 << 63:
             found[f"gen_ai.request.{attribute}"] = value
     return found

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from .base import Record, Strict
+from .base import Record, Sent
 from .params import GenerationParams
 
 TOKEN_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"  # one token of a NATS subject
@@ -58,7 +58,7 @@ class Job(Record):
     body: dict[str, Any]
 
 
-class ReplayRequest(Strict):
+class ReplayRequest(Sent):
     """A client's question for the stored events of a request: those behind the one of sequence `after` (0 for all). If
     there are none yet, the answer waits `wait` seconds for them."""
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import orjson
 
 from ...schemas.events import Accepted, Done, ErrorBody, FinishReason, Token, TokenLogprob, Usage
+from ...schemas.integers import as_integer
 from ...schemas.jobs import Endpoint
 from ...schemas.openai.custom_tools import custom_names
 from ...schemas.openai.responses.turns import logprob_json
@@ -51,7 +52,7 @@ class Extras(NamedTuple):
         """The extras of a body, which need not be valid."""
         options = body.get("stream_options")
         options = options if isinstance(options, dict) else {}
-        n = body.get("n")
+        n = as_integer(body.get("n"))
         return cls(
             usage=options.get("include_usage") is True,
             continuous_usage=options.get("continuous_usage_stats") is True,

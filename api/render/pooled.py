@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from ...schemas.events import Done, Token
+from ...schemas.integers import as_integer
 from ...schemas.jobs import Endpoint
 from ...schemas.openai.body import model_of
 from .openai import Renderer, answered_by
@@ -60,7 +61,8 @@ class Ranking(Renderer):
         return orjson.dumps(answer)
 
     def _best(self, tokens: list[Token]) -> list[Token]:
-        return sorted(tokens, key=lambda token: (-float(token.text), token.choice))[: self._body.get("top_n")]
+        best = sorted(tokens, key=lambda token: (-float(token.text), token.choice))
+        return best[: as_integer(self._body.get("top_n"))]
 
     def _result(self, token: Token) -> dict[str, Any]:
         result: dict[str, Any] = {"index": token.choice, "relevance_score": float(token.text)}

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...schemas.events import ErrorBody, FinishReason
+from ...schemas.integers import as_integer
 from ...schemas.loops import Begun, Ended, Items, Turned
 from .openai import answered_by
 
@@ -15,6 +16,7 @@ _Object = dict[str, Any]
 CUT: dict[FinishReason, str] = {"length": "max_output_tokens", "content_filter": "content_filter"}
 _SECRETS = ("authorization", "headers", "sealed")
 _FUNCTION: _Object = {"type": "function", "name": "", "description": None, "parameters": None, "strict": None}
+_INTEGERS = frozenset({"max_output_tokens", "max_tool_calls", "top_logprobs"})
 _DEFAULTS: _Object = {
     "background": False,
     "frequency_penalty": 0.0,
@@ -52,6 +54,7 @@ def response_object(begun: Begun, turns: Sequence[Turned], ended: Ended | None) 
 def response_head(id: str, body: Mapping[str, Any], created: int, model: str) -> _Object:
     """The fields that repeat the request, without its secrets."""
     given = {name: value for name, value in body.items() if value is not None}
+    given |= {name: as_integer(given[name]) for name in _INTEGERS & given.keys()}
     conversation = given.get("conversation")
     tier = given.get("service_tier", "auto")
     return {

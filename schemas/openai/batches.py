@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ..base import Record, Strict
+from ..base import Record, Sent
 from ..jobs import JobEndpoint, SubjectToken
 from .body import Body
 
@@ -28,7 +28,7 @@ Metadata = Annotated[
 ]
 
 
-class ExpiresAfter(Strict):
+class ExpiresAfter(Sent):
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=3600, le=30 * 86400)]
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 from pydantic import ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 
-from ..base import Strict
+from ..base import Sent
 from ..bounds import bounded
 from ..errors import InvalidRequest
 
@@ -31,7 +31,7 @@ class Unsupported(NamedTuple):
     advice: str = "leave it out"
 
 
-class Body(Strict):
+class Body(Sent):
     """A request or a part of one. Its validation stops early at faults, so that it is cheap for every input."""
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = MappingProxyType({})
@@ -54,7 +54,7 @@ class Body(Strict):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return bounded(handler(source))
+        return bounded(super().__get_pydantic_core_schema__(source, handler))
 
 
 class OpenBody(Body):

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from ..base import MAX_TOOLS
-from ..bounds import MOST_LISTED, listed
+from ..bounds import MOST_LISTED, in_words_of_json, listed
 from ..errors import InvalidRequest
 from ..jobs import Endpoint, Priority
 from ..models.catalogue import parse_keep_alive
@@ -58,15 +58,15 @@ def _is_stop(value: object) -> object:
     raise ValueError("must be a string or a list of strings")
 
 
-def _is_limit(value: object) -> object:
-    return None if type(value) is int and value in (-1, 0) else value
+def _no_limit(value: int | None) -> int | None:
+    return None if value in (-1, 0) else value
 
 
-def _is_maximum(value: object) -> object:
-    return None if type(value) is int and value == -1 else value
+def _no_maximum(value: int | None) -> int | None:
+    return None if value == -1 else value
 
 
-Maximum = Annotated[int | None, BeforeValidator(_is_maximum)]  # in llama.cpp and LM Studio -1 means no maximum
+Maximum = Annotated[int | None, AfterValidator(_no_maximum)]  # in llama.cpp and LM Studio -1 means no maximum
 Stop = Annotated[str | list[str], BeforeValidator(_is_stop)]
 
 
@@ -115,7 +115,7 @@ class _Sampling(Body):
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int | None, BeforeValidator(_is_limit)] = None  # in vLLM -1 and 0 mean no limit
+    top_k: Annotated[int | None, AfterValidator(_no_limit)] = None  # in vLLM -1 and 0 mean no limit
     min_p: float | None = None
     repetition_penalty: float | None = None
     repeat_penalty: float | None = None  # its name in llama.cpp and Ollama
@@ -315,7 +315,7 @@ def refusal(error: ValidationError, names: Mapping[str, str] = MappingProxyType(
             case "extra_forbidden":
                 sentences.append(f"{path} is not a known parameter.")
             case _:
-                sentences.append(f"{path}: {fault['msg'].removeprefix('Value error, ')}.")
+                sentences.append(f"{path}: {in_words_of_json(fault)}.")
     codes = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
     kind = faults[0]["type"]
     code = codes.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")

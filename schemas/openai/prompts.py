@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator
+from pydantic import PlainValidator
+
+from ..integers import as_integer
 
 
-def _is_prompt(value: object) -> object:
+def _read(value: Any) -> Any:
     match value:
         case str():
             return value
-        case [_, *_] as items if all(isinstance(item, str) for item in items) or _are_token_ids(items):
-            return value
-        case [_, *_] as items if all(isinstance(item, list) and _are_token_ids(item) for item in items):
-            return value
-    raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
+        case [str(), *_] as items if all(isinstance(item, str) for item in items):
+            return items
+        case [list(), *_] as items if all(isinstance(item, list) for item in items):
+            return list(map(_token_ids, items))
+        case [_, *_] as items:
+            return _token_ids(items)
+    raise ValueError(_FORMS)
 
 
-def _are_token_ids(value: Sequence[Any]) -> bool:
-    return all(type(item) is int and item >= 0 for item in value)
+def _token_ids(value: list[Any]) -> list[int]:
+    if all(type(item) is int and item >= 0 for item in value):
+        return value
+    integers = list(map(as_integer, value))
+    if all(type(item) is int and item >= 0 for item in integers):
+        return integers
+    raise ValueError(_FORMS)
 
 
-Prompt = Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidator(_is_prompt)]
+_Prompt = str | list[str] | list[int] | list[list[int]]
+_FORMS = "must be a string, a list of strings, a list of token ids or a list of such lists"
+
+# One pass over the ids, which may be 300,000, is enough.
+Prompt = Annotated[_Prompt, PlainValidator(_read, json_schema_input_type=_Prompt)]
 
 
 def as_list(prompt: Prompt) -> list[str | list[int]]:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from ..bounds import MOST_LISTED, check_size, listed, parse_json, utf_8
+from ..bounds import MOST_LISTED, check_size, in_words_of_json, listed, parse_json, utf_8
 from ..errors import PenstockError
 from ..events import (
     Accepted,
@@ -194,7 +194,7 @@ def faults(error: ValidationError) -> str:
     if (count := error.error_count()) > MOST_LISTED:
         return f"{count:,} faults"
     found = error.errors(include_url=False, include_input=False, include_context=False)
-    named = [f"{'.'.join(str(part) for part in fault['loc']) or 'body'}: {fault['msg']}" for fault in found]
+    named = [f"{'.'.join(str(part) for part in fault['loc']) or 'body'}: {in_words_of_json(fault)}" for fault in found]
     return "; ".join(listed(named, count))
 
 

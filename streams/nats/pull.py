@@ -29,6 +29,7 @@ from ...schemas.errors import PenstockError, StartupError
 from ..beats import until_beat
 from ..port import ConsumerSpec, Delivery, Message
 from .connection.link import Link, status
+from .header_names import with_our_names
 from .management import (
     CONSUMER_EXISTS,
     CONSUMER_MISSING,
@@ -220,7 +221,7 @@ class PullConsumer:
             return self._request_ended(message, code) if is_of_ours and code != _IDLE else None
         self._requested = max(0, self._requested - 1)
         attempt, sequence, time = parse_reply_subject(message.reply)
-        stored = Message(message.subject, message.data, message.headers or {}, sequence, time)
+        stored = Message(message.subject, message.data, with_our_names(message.headers), sequence, time)
         delivery = JetStreamDelivery(self._link, message.reply, stored, attempt, self._heard)
         if self._closed or self._keeper.done():
             return delivery.nak()

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import ipaddress
 import socket
 import sys
 import termios
-import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import httptools
-import structlog
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.protocols.utils import get_remote_addr
@@ -28,48 +24,16 @@ from ....config.settings import Settings
 from ....schemas.events import ErrorBody
 from ..answers import error_response
 from .browsers import headers_unasked
+from .counting import LINGER, Connections, network
 from .unframed import unframed
 from .upgrades import reading_on
 from .vanished import end_with_client
 
-log = structlog.get_logger(__name__)
-
-LINGER = 2.0  # seconds that a refused client has to read the error
 MOST_IGNORED = 1 << 18  # bytes that a refused client may still send meanwhile
 MAX_PIPELINED = 16  # requests that one connection may send ahead
-WARNING_INTERVAL = 10.0  # seconds
 LEAST_READ = 1 << 16  # bytes that a client reads in `write_timeout` at least, of an answer that waits for it
 WATCH_INTERVAL = 0.25  # seconds between looks whether a client that sends nothing more has left
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-
-
-class Connections:
-    """Counts the connections, in total and by address; an IPv6 network of 64 bits counts as one address."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.total = 0
-        self._by_address: Counter[str] = Counter()
-        self._warned = -WARNING_INTERVAL
-
-    def admit(self, address: str) -> bool:
-        """Count one more connection, unless that exceeds a limit."""
-        settings = self.settings
-        if self.total < settings.max_connections and self._by_address[address] < settings.max_connections_per_address:
-            self.total += 1
-            self._by_address[address] += 1
-            return True
-        if time.monotonic() - self._warned >= WARNING_INTERVAL:
-            self._warned = time.monotonic()
-            count = self._by_address[address]
-            log.warning("connections refused", address=address, from_address=count, total=self.total)
-        return False
-
-    def leave(self, address: str) -> None:
-        self.total -= 1
-        self._by_address[address] -= 1
-        if not self._by_address[address]:
-            del self._by_address[address]
 
 
 class Connection(HttpToolsProtocol):
@@ -116,7 +80,10 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel(self._timer, self._unread, self._watch)
-        if self._address is not None:
+        is_answered = self.cycle is not None and self.cycle.response_complete
+        if exc is None and self._address is not None and is_answered and self._in_body and not self._refused:
+            self._connections.linger(self._address, self.transport.get_extra_info("socket"))
+        elif self._address is not None:
             self._connections.leave(self._address)
         super().connection_lost(exc)
 
@@ -331,14 +298,3 @@ def protocol(settings: Settings, exposed: Sequence[str]) -> Callable[..., Connec
         return Connection(**given, connections=connections, exposed=exposed)
 
     return connect
-
-
-def network(client: tuple[str, int] | None) -> str:
-    """The address under which a client is counted."""
-    if client is None:
-        return ""  # a Unix socket
-    address = client[0].partition("%")[0]
-    if ":" not in address:
-        return address
-    found = ipaddress.IPv6Address(address)
-    return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))

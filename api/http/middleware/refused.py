@@ -13,7 +13,7 @@ from ....schemas.bounds import LONG
 from ....schemas.errors import QuotaExceeded
 from ....schemas.events import ErrorBody
 from ..answers import error_response
-from .connections import network
+from .counting import network
 
 BUDGET = 32 << 20  # bytes of refused bodies that a client may send at once
 RATE = 256 << 10  # bytes of the budget that come back in a second

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any, NamedTuple
 
@@ -78,6 +79,7 @@ BODIES = [
     broken('{"model": "echo"}'.encode("utf-16-le"), "but in UTF-16; send it in UTF-8."),
     broken('{"model": "echo"}'.encode("utf-16-be"), "but in UTF-16; send it in UTF-8."),
     broken('{"model": "echo"}'.encode("utf-32"), "but in UTF-32; send it in UTF-8."),
+    broken(gzip.compress(b'{"model": "echo"}'), "The body is compressed with gzip; send it as it is."),
     broken(b'{"model": "a\x00b"}', "control character"),
     broken(b'{"model": "\\ud800", "a": \\ud800}', "surrogate"),
     Row(TEXT, b'{"model": "\\ud83d", "prompt": "x"}', 404, "The model '\ufffd' is not", "model", "model_not_found"),
@@ -141,7 +143,7 @@ PARAMETERS = [
     wrong("logit_bias", {"a": 1}, "keys must be token ids"),
     wrong("logit_bias", {"5": 101}, "less than or equal to 100", "logit_bias[5]"),
     wrong("logit_bias", {"999999": 1}, "outside the vocabulary of 259"),
-    wrong_type("logit_bias", [1], "valid dictionary"),
+    wrong_type("logit_bias", [1], "should be an object"),
     wrong_type("seed", "x", "valid integer"),
     wrong("seed", 2**63, "less than"),
     wrong("frequency_penalty", 3, "less than or equal to 2"),
@@ -162,11 +164,11 @@ PARAMETERS = [
 MESSAGE_FAULTS = [
     wrong("messages", [], "at least 1 item"),
     wrong("messages", MESSAGES * 10_001, "at most 10000 items"),
-    wrong_type("messages", None, "valid list"),
-    wrong_type("messages", "hello", "valid list"),
-    wrong_type("messages", MESSAGES[0], "valid list"),
-    wrong_type("messages", [None], "valid dictionary", "messages[0]"),
-    wrong_type("messages", ["hello"], "valid dictionary", "messages[0]"),
+    wrong_type("messages", None, "should be an array"),
+    wrong_type("messages", "hello", "should be an array"),
+    wrong_type("messages", MESSAGES[0], "should be an array"),
+    wrong_type("messages", [None], "should be an object", "messages[0]"),
+    wrong_type("messages", ["hello"], "should be an object", "messages[0]"),
     Row(CHAT, said({"role": "robot", "content": "x"}), 400, "'assistant' or 'tool'", "messages[0].role"),
     Row(CHAT, said({"content": "x"}), 400, "role is missing", "messages[0].role", "missing_required_parameter"),
     Row(CHAT, said({"role": "user"}), 400, "content is missing", "messages[0].content"),
@@ -174,7 +176,7 @@ MESSAGE_FAULTS = [
     Row(CHAT, user(5), 400, "a string or a list", "messages[0].content", "invalid_type"),
     Row(CHAT, user(" \n\t"), 400, "blank", "messages", "empty_prompt"),
     Row(CHAT, user([{"type": "smell"}]), 400, "'text'", "messages[0].content[0]"),
-    Row(CHAT, user(["x"]), 400, "valid dictionary", "messages[0].content[0]", "invalid_type"),
+    Row(CHAT, user(["x"]), 400, "should be an object", "messages[0].content[0]", "invalid_type"),
     wrong_prompt(None),
     wrong_prompt(5),
     wrong_prompt([]),
@@ -201,7 +203,7 @@ OTHER_PATHS = [
     Row(TOKENIZE, {"messages": MESSAGES, "add_special_tokens": True}, 400, "itself", "add_special_tokens"),
     Row(TOKENIZE, chat(chat_template_kwargs={"tokenize": 1}), 400, "not for the", "chat_template_kwargs"),
     Row(DETOKENIZE, {}, 400, "tokens is missing", "tokens", "missing_required_parameter"),
-    Row(DETOKENIZE, {"tokens": "x"}, 400, "valid list", "tokens", "invalid_type"),
+    Row(DETOKENIZE, {"tokens": "x"}, 400, "should be an array", "tokens", "invalid_type"),
     Row(DETOKENIZE, {"tokens": [-1]}, 400, "greater than or equal to 0", "tokens[0]"),
     Row(DETOKENIZE, {"tokens": [1.5]}, 400, "valid integer", "tokens[0]", "invalid_type"),
     Row(DETOKENIZE, {"tokens": [10**30]}, 400, "valid integer", "tokens[0]", "invalid_type"),

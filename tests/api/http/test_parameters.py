@@ -14,9 +14,9 @@ from serving import Served
 COMMON: dict[str, list[Any]] = {
     "temperature": [0, 0.7, 2.0],
     "top_p": [0.3, 1.0],
-    "max_tokens": [1, 17],
+    "max_tokens": [1, 17.0],
     "stop": ["e", ["ing", "zz"]],
-    "n": [1, 3],
+    "n": [1, 3.0],
     "frequency_penalty": [-2, 1.5],
     "presence_penalty": [0.5],
     "logit_bias": [{"300": 5, "301": -100}],

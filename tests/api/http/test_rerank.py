@@ -61,7 +61,7 @@ def test_documents_come_by_their_relevance(client: httpx2.Client, scores: list[f
     assert [one.get("document") for one in found["results"]] == [
         {"text": DOCUMENTS[one]} if shown else None for one in best
     ]
-    turned = ask(client, path, top_n=1, return_documents=not shown)["results"]
+    turned = ask(client, path, top_n=1.0, return_documents=not shown)["results"]
     assert len(turned) == 1 and ("document" in turned[0]) is not shown
 
 
@@ -94,7 +94,7 @@ def test_the_model_says_what_it_gives(client: httpx2.Client) -> None:
     ("change", "param", "message"),
     [
         ({"query": None}, "query", "valid string"),
-        ({"documents": "a"}, "documents", "valid list"),
+        ({"documents": "a"}, "documents", "should be an array"),
         ({"documents": ["a", {"title": "b"}]}, "documents[1]", "valid string"),
         ({"documents": ["a " * 200]}, "documents[0]", "send max_tokens_per_doc"),
         ({"top_n": 0}, "top_n", "greater than or equal to 1"),

@@ -417,6 +417,7 @@ def test_what_was_asked_for_is_echoed() -> None:
     assert {name: response[name] for name in asked} == asked
     for given_as in ("conv_1", {"id": "conv_1"}):
         assert agent_run(conversation=given_as).stored["conversation"] == {"id": "conv_1"}
+    assert type(agent_run(max_output_tokens=5.0).stored["max_output_tokens"]) is int
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,17 @@ async def test_a_publish_waits_for_its_stream(jetstream: JetStreamBroker, namesp
         assert await publishing == (1, False)
 
 
+async def test_our_headers_are_known_in_the_cases_of_http(jetstream: JetStreamBroker, namespace: str) -> None:
+    await jetstream.ensure([StreamSpec("QUEUE", (f"{namespace}.queue.>",), "work_queue", "memory", discard="new")], [])
+    consumer = await jetstream.consume(ConsumerSpec("QUEUE", "reader", f"{namespace}.queue.>"), prefetch=1)
+    given = {"Traceparent": "t", "penstock-deadline": "1", "PENSTOCK-SCHEMA": "job/1", "X-Own": "a", "x-own": "b"}
+    await jetstream.publish(f"{namespace}.queue.a", b"", message_id="m", headers=given)
+    async with asyncio.timeout(PROMPT):
+        (delivery,) = await consumer.take(1)
+    named = {"traceparent": "t", "Penstock-Deadline": "1", "Penstock-Schema": "job/1", "X-Own": "a", "x-own": "b"}
+    assert delivery.message.headers == named | {"Nats-Msg-Id": "m"}
+
+
 async def test_a_deleted_consumer_is_made_again(jetstream: JetStreamBroker, namespace: str) -> None:
     spec = StreamSpec("QUEUE", (f"{namespace}.queue.>",), "work_queue", "memory", discard="new")
     await jetstream.ensure([spec], [])

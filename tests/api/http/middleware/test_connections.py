@@ -13,7 +13,8 @@ import pytest
 from http_server import Server, request
 
 from penstock.api.http.middleware import connections
-from penstock.api.http.middleware.connections import MAX_PIPELINED, Connections, network
+from penstock.api.http.middleware.connections import MAX_PIPELINED
+from penstock.api.http.middleware.counting import Connections, network
 from penstock.api.http.middleware.vanished import end_with_client
 from penstock.api.http.server import _room_for
 from penstock.config.settings import Settings
