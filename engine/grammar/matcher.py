@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -21,6 +20,7 @@ from ..text.tokenizer_port import TokenizerLike
 from .faults import reason, refusal
 from .free_text import free_text
 from .importing import for_xgrammar
+from .schema_facts import is_bounded
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,11 +37,9 @@ _MAX_MASK_SECONDS = 0.02  # of CPU time; a mask of 150,000 tokens takes 0.0002
 _MAX_MEAN_SECONDS = 0.004  # of CPU time that a token may take in all, masks included
 _MAX_AHEAD_SECONDS = 0.1  # by which the sum may exceed that
 _MAX_FORCED_SECONDS = 0.001  # that a mask may take where those behind it are made ahead
+_MAX_LOOK_SECONDS = 0.004  # that looking ahead may take; an answer where it once takes longer does without
 _MAX_FORCED_TOKENS = 32  # that are looked ahead for what has to come
 _MAX_FORCED_WORDS = 64  # of a mask, that have bits where all tokens begin alike
-_LONGEST_BOUNDED = 64 << 10  # characters that a schema may force where xgrammar looks for them
-_may_be_endless = re.compile(r'"(\$\w*ref|pattern\w*)"|\\u', re.IGNORECASE).search
-_repeated = re.compile(r'"min(?:Items|Length|Properties|Contains)":\s*([-+.\deE]+)').findall
 # xgrammar allows control characters in strings with a bounded length; JSON does not. In all grammars it allows what
 # looks like UTF-8 and is none: halves of surrogate pairs, and characters beyond the last one.
 _NO_CHARACTER = rb"\xed[\xa0-\xbf]|\xf4[\x90-\xbf]"
@@ -128,7 +126,7 @@ class GrammarCompiler:
         free = free_text(grammar)
         tokens = None if free is None else FreeTokens(self._texts, self._free_tokens(free.openers), free.literals)
         permitted = self._permitted(grammar.kind, visible)
-        bounded = _is_bounded(grammar)
+        bounded = is_bounded(grammar)
         following = GrammarMatcher(compiled)
         return Matcher(following, permitted, self._ends, self._texts, self._after(), tokens, bounded=bounded)
 
@@ -237,6 +235,7 @@ class Matcher:
         self.cost = 0.0  # seconds of CPU time that the newest mask took; set by `mask`
         self._newest = 0.0  # seconds that the newest token took; set by `accept`
         self._spent = 0.0  # seconds that all masks and tokens took; set by `mask` and `accept`
+        self._looks_ahead = True  # set by `forced`
         self._most_spent = _MAX_AHEAD_SECONDS  # seconds that they may have taken so far; set by `accept`
 
     def mask(self) -> Mask:
@@ -285,14 +284,17 @@ class Matcher:
         tokens there are: a text may follow that no longer token begins with.
         """
         mask = self.mask()
-        if self._is_free or self.cost > _MAX_FORCED_SECONDS:
+        if self._is_free or self.cost > _MAX_FORCED_SECONDS or not self._looks_ahead:
             return ""
+        begun = time.thread_time()
         try:
             if self._is_bounded:
                 return str(self._matcher.find_jump_forward_string())
             return self._ahead(mask, most).decode()
         except UnicodeDecodeError as error:  # it ends within a character, where several begin with the same byte
             return bytes(error.object[: error.start]).decode()
+        finally:
+            self._looks_ahead = time.thread_time() - begun <= _MAX_LOOK_SECONDS
 
     def _ahead(self, mask: Mask, most: int) -> bytes:
         """What all tokens of `mask` begin with, and those behind the longest of them, until there is a choice."""
@@ -338,11 +340,3 @@ def _bits(tokens: Iterable[int], size: int) -> Mask:
     bits = np.zeros(-(-size // 32) * 32, np.uint8)
     bits[[token for token in tokens if token < size]] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
-
-
-def _is_bounded(grammar: Grammar) -> bool:
-    """Whether it is a schema that forces no long text: no rule is within itself, and few repeat what they force."""
-    length = len(grammar.text)
-    if grammar.kind != "json_schema" or length > _LONGEST_BOUNDED or _may_be_endless(grammar.text):
-        return False
-    return length * prod(max(1.0, float(times)) for times in _repeated(grammar.text)) <= _LONGEST_BOUNDED
