@@ -133,5 +133,5 @@ class Results:
 
 
 async def _nothing() -> AsyncIterator[bytes]:
-    for nothing in ():
+    for nothing in tuple[bytes, ...]():
         yield nothing
