@@ -180,8 +180,10 @@ class InferenceEngine:
 
         `request_id` is the id for `cancel`, by default a random one. Raises as `agenerate` does, at the first step.
         """
-        await self.prepare((request := await self._prompts.request(prompt, params, request_id, adapter)).params)
+        request = await self._prompts.request(prompt, params, request_id, adapter)
+        compiled = await self.prepare(request.params)
         handle = self.open(request)
+        del compiled
         try:
             while not handle.finished:
                 for delta in await handle.take():
@@ -189,18 +191,16 @@ class InferenceEngine:
         finally:
             handle.cancel()
 
-    async def prepare(self, params: GenerationParams) -> None:
-        """Compile the grammar, if any, outside the event loop, so that `open` does not block on it.
-
-        Raises `InvalidRequest`.
+    async def prepare(self, params: GenerationParams) -> object:
+        """Compile the grammar, if any, outside the event loop. Whoever keeps what this returns until `open` keeps that
+        from compiling a large grammar again, in the event loop. Raises `InvalidRequest`.
         """
         if params.grammar is None:
-            return
+            return None
         if self._fallback is not None and self.fallback_for(EngineRequest("", (), params, seed=0)):
-            await self._fallback.prepare(params)
-            return
+            return await self._fallback.prepare(params)
         check_parameters(params, self._backend)
-        await asyncio.to_thread(self._grammars.compile, params.grammar)
+        return await asyncio.to_thread(self._grammars.compile, params.grammar)
 
     def open(self, request: EngineRequest) -> RequestHandle:
         """Start a request with the caller's ids and seed; call it in the event loop that will read the handle.
@@ -334,8 +334,9 @@ class InferenceEngine:
             with naming(index, len(prompts)):
                 requests.append(await self._prompts.request(prompt, params, adapter=adapter))
                 self._check(requests[-1])
-        await self.prepare(params)
+        compiled = await self.prepare(params)
         handles = self.open_all(requests)
+        del compiled
         try:
             return list(await asyncio.gather(*[collected(one, self.tokenizer, self._clock) for one in handles]))
         finally:

@@ -3,6 +3,7 @@
 Every line is a job, whose id consists of the batch's id and the line's number, and its result is stored under that
 number as soon as it ends. A bridge that takes a batch over keeps the stored results, follows the jobs that were begun
 and runs the rest. Lines begin in order, so the jobs without a result that were begun belong to the first lines without.
+Once the batch is cancelled, or its window has ended, no more lines begin, and those that are left end together.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ class _Run:
         self._results = Results(self.batch, results, files)
         self._tally: Counter[Ending] = Counter()  # lines
         self._open: set[Reading] = set()
-        self._cancelled = asyncio.Event()  # set by _beat
+        self._cancelled = asyncio.Event()  # set by run and _beat
 
     async def run(self) -> None:
         """Run the batch to its end, from wherever it is."""
@@ -154,9 +155,11 @@ class _Run:
         async with asyncio.TaskGroup() as group:
             beating = group.create_task(self._beat())
             batch = await self._move({})
+            if batch.status == "cancelling":
+                self._cancelled.set()
             if batch.status not in FINAL:
                 batch = await self._finish(batch)
-            await self._results.forget(batch.request_counts.total)
+            await self._results.forget()
             beating.cancel()
 
     async def _finish(self, batch: Batch) -> Batch:
@@ -164,30 +167,18 @@ class _Run:
         if input is None:
             gone = Fault(code="input_file_not_found", message="The input file was deleted.", param="input_file_id")
             return await self._fail([gone])
-        if not batch.request_counts.total:
+        if not (total := batch.request_counts.total):
             limit = self._runner.settings.max_body_size
             total, faults = await check_lines(self._files.read(input), limit, batch.endpoint)
             if faults:
                 return await self._fail(faults)
             await self._move({"validating": "in_progress"}, request_counts=Counts(total=total))
-        await self._answer_all(input)
+        if (begun := await self._answer_all(input)) < total:
+            await self._results.leave(begun, self._ending)
         await self._move({"in_progress": "finalizing"})
-        kept = await self._results.first(self._tally.total())
-        assert len(kept) == self._tally.total(), "results stay until the batch has ended"
-        done = [result for result in kept if result.about["ending"] == "completed"]
-        rest = [result for result in kept if result.about["ending"] != "completed"]
-        return await self._move(
-            {"cancelling": "cancelled", "finalizing": "expired" if self._tally["expired"] else "completed"},
-            output_file_id=await self._results.write("output", done),
-            error_file_id=await self._results.write("error", rest),
-            request_counts=Counts(
-                total=len(kept),
-                completed=len(done),
-                failed=len(rest),
-                cancelled=self._tally["cancelled"],
-                expired=self._tally["expired"],
-            ),
-        )
+        summary = await self._results.summary(total, read_lines(self._files.read(input)))
+        ended: Status = "expired" if summary.request_counts.expired else "completed"
+        return await self._move({"cancelling": "cancelled", "finalizing": ended}, **summary._asdict())
 
     async def _fail(self, faults: list[Fault]) -> Batch:
         return await self._move(dict.fromkeys(get_args(Status), "failed"), errors=Faults(data=faults))
@@ -198,15 +189,20 @@ class _Run:
 
         return await change_batch(self._bridge.broker, self.batch.tenant, self.batch.id, moved)
 
-    async def _answer_all(self, input: ObjectInfo) -> None:
+    async def _answer_all(self, input: ObjectInfo) -> int:
+        """Run the lines without a result; returns the number of the first that is not run, and none behind it is."""
         most = self._runner.settings.batch_concurrency
         window = asyncio.Semaphore(most)
         inherited = most if self._delivery.attempt > 1 else 0  # lines without a result whose jobs may have been begun
+        kept, left = await self._results.kept()
+        newest, last = max(kept, default=-1), left.first if left else inf
         number = 0
         async with asyncio.TaskGroup() as group:
             async for _, raw in read_lines(self._files.read(input)):
-                if (ending := await self._results.ending(number)) is not None:
-                    self._tally[ending] += 1
+                if number in kept:
+                    self._tally[kept[number].about["ending"]] += 1
+                elif number >= last or (inherited <= 0 and self._is_over and number > newest):
+                    break
                 else:
                     await window.acquire()
                     line = await checked_line(raw)
@@ -214,6 +210,7 @@ class _Run:
                     task.add_done_callback(lambda _: window.release())
                     inherited -= 1
                 number += 1
+        return number
 
     async def _answer(self, number: int, line: dict[str, Any], inherited: bool) -> None:
         """Run one line, and store its result."""
@@ -241,7 +238,7 @@ class _Run:
                 final = Failed(request, ErrorBody.of(refusal))
             else:
                 if reading is None:
-                    return "cancelled" if self._cancelled.is_set() else "expired", None
+                    return self._ending, None
                 final = await self._read(reading, answer, inherited)
                 is_cut = reading.is_cut
                 attempt += 1
@@ -267,6 +264,16 @@ class _Run:
                 case _:
                     return "cancelled" if isinstance(final, Cancelled) else "expired", None
 
+    @property
+    def _is_over(self) -> bool:
+        """Whether no more lines begin."""
+        return self._cancelled.is_set() or self._runner.now() >= self.batch.expires_at
+
+    @property
+    def _ending(self) -> Ending:
+        """How lines end that are not begun."""
+        return "cancelled" if self._cancelled.is_set() else "expired"
+
     def _may_still(self, error: ErrorBody) -> bool:
         """Whether to retry a line: it was refused for overload, or its own deadline passed and not the batch's."""
         if error.status == 408:
@@ -280,7 +287,7 @@ class _Run:
         if inherited:
             with contextlib.suppress(StreamNotFound):
                 return await self._bridge.follow(request, tenant, deadline=deadline)
-        if self._cancelled.is_set() or now >= deadline:
+        if self._is_over:
             return None
         job = Job(id=request, endpoint=self.batch.job_endpoint, bridge=self._bridge.name, body=body)
         return await self._bridge.open(

@@ -10,15 +10,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from ...schemas.errors import GenerationFailed, InvalidRequest
 from ...schemas.params import GenerationParams, Grammar
 from ..text.tokenizer import Tokenizer
 from ..text.tokenizer_port import TokenizerLike
+from .faults import reason, refusal
 from .free_text import free_text
 from .importing import for_xgrammar
+from .schema_facts import is_bounded
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,23 +32,14 @@ if TYPE_CHECKING:
 
 _CACHE_BYTES = 256 << 20  # of compiled grammars; then all are forgotten
 _COUNTED = 3  # xgrammar counts a third of the memory that grammars take
+_MAX_COMPILED_BYTES = 64 << 20  # of one grammar; what schemas in use take is a few MiB at most
 _MAX_MASK_SECONDS = 0.02  # of CPU time; a mask of 150,000 tokens takes 0.0002
+_MAX_MEAN_SECONDS = 0.004  # of CPU time that a token may take in all, masks included
+_MAX_AHEAD_SECONDS = 0.05  # by which the sum may exceed that
 _MAX_FORCED_SECONDS = 0.001  # that a mask may take where those behind it are made ahead
+_MAX_LOOK_SECONDS = 0.004  # that looking ahead may take; an answer where it once takes longer does without
 _MAX_FORCED_TOKENS = 32  # that are looked ahead for what has to come
 _MAX_FORCED_WORDS = 64  # of a mask, that have bits where all tokens begin alike
-_LONGEST_BOUNDED = 64 << 10  # characters that a schema may force where xgrammar looks for them
-_may_be_endless = re.compile(r'"(\$\w*ref|pattern\w*)"|\\u', re.IGNORECASE).search
-_repeated = re.compile(r'"min(?:Items|Length|Properties|Contains)":\s*([-+.\deE]+)').findall
-_MAX_REASON_LENGTH = 200
-_CLEARER = (  # what xgrammar's messages leave out or do not explain
-    (r"but got$", "but the grammar ends there"),
-    (r"Expect element,", 'Expect a text "…", a class […], the name of a rule or a group (…),'),
-    (r"Expect rule name$", "Expect the name of a rule, or the end"),
-    (r"(Invalid escape sequence)(\\.*)?$", r"\1 \2; write \\\\ for a backslash"),
-    ("Unexpected character: \ufffd", "Unexpected character: one beyond ASCII"),
-    (r"(Unexpected character: .*)$", r'\1; texts stand in "…", and classes of characters in […]'),
-    (r"sequence ;", "sequence;"),
-)
 # xgrammar allows control characters in strings with a bounded length; JSON does not. In all grammars it allows what
 # looks like UTF-8 and is none: halves of surrogate pairs, and characters beyond the last one.
 _NO_CHARACTER = rb"\xed[\xa0-\xbf]|\xf4[\x90-\xbf]"
@@ -62,9 +55,13 @@ _FORBIDDEN_AFTER = {b"\xed": re.compile(rb"[\xa0-\xbf]"), b"\xf4": re.compile(rb
 class GrammarCompiler:
     """Compiles grammars for one tokenizer and caches them; may be used from several threads."""
 
-    def __init__(self, tokenizer: TokenizerLike, *, cache_bytes: int = _CACHE_BYTES) -> None:
+    def __init__(
+        self, tokenizer: TokenizerLike, *, cache_bytes: int = _CACHE_BYTES, max_bytes: int = _MAX_COMPILED_BYTES
+    ) -> None:
+        """`cache_bytes` of compiled grammars are kept, and one that takes more than `max_bytes` is refused."""
         self._tokenizer = tokenizer
-        self._cache_bytes = cache_bytes
+        self._cache_bytes, self._max_bytes = cache_bytes, max_bytes
+        self._kept: WeakValueDictionary[Grammar, CompiledGrammar] = WeakValueDictionary()  # that somebody holds
         self._lock = threading.Lock()  # guards the next two
         self._vocabulary: Any = None  # xgrammar's
         self._xgrammar: Any = None
@@ -90,12 +87,20 @@ class GrammarCompiler:
         compiled = self._compiled(grammar)
         first = self._matcher(grammar, compiled, self._tokenizer.special_token_ids)
         if not first.mask().any():
-            raise _refusal("the grammar allows no answer")
+            raise refusal("the grammar allows no answer")
         if first.cost > _MAX_MASK_SECONDS:
-            raise _refusal(f"the grammar is too ambiguous: it takes {first.cost * 1000:.0f} ms a token")
+            raise refusal(f"the grammar is too ambiguous: it takes {first.cost * 1000:.0f} ms a token")
+        if (size := compiled.memory_size_bytes >> 10) > (most := self._max_bytes >> 10):
+            raise refusal(f"the grammar takes {size} KiB when it is compiled, and may take {most}; make it shorter")
         return compiled
 
     def _compiled(self, grammar: Grammar) -> CompiledGrammar:
+        if (kept := self._kept.get(grammar)) is not None:
+            return kept
+        compiled = self._kept[grammar] = self._compile(grammar)
+        return compiled
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
         compiler = self._compiler()
         try:
             match grammar.kind:
@@ -108,7 +113,7 @@ class GrammarCompiler:
                 case "structural_tag":
                     compiled = compiler.compile_structural_tag(grammar.text)
         except (RuntimeError, ValueError, TypeError, MemoryError) as error:
-            raise _refusal(f"the grammar cannot be used: {_reason(error)}") from error
+            raise refusal(f"the grammar cannot be used: {reason(error)}") from error
         return compiled
 
     def load(self) -> None:
@@ -121,7 +126,7 @@ class GrammarCompiler:
         free = free_text(grammar)
         tokens = None if free is None else FreeTokens(self._texts, self._free_tokens(free.openers), free.literals)
         permitted = self._permitted(grammar.kind, visible)
-        bounded = _is_bounded(grammar)
+        bounded = is_bounded(grammar)
         following = GrammarMatcher(compiled)
         return Matcher(following, permitted, self._ends, self._texts, self._after(), tokens, bounded=bounded)
 
@@ -228,6 +233,10 @@ class Matcher:
         self._is_free = False  # whether `_mask` is one of free text; set by `mask`
         self._is_settled = False  # whether a free token has ruled out an unfinished literal; set by `accept`
         self.cost = 0.0  # seconds of CPU time that the newest mask took; set by `mask`
+        self._newest = 0.0  # seconds that the newest token took; set by `accept`
+        self._spent = 0.0  # seconds that all masks and tokens took; set by `mask` and `accept`
+        self._looks_ahead = True  # set by `forced`
+        self._most_spent = _MAX_AHEAD_SECONDS  # seconds that they may have taken so far; set by `accept`
 
     def mask(self) -> Mask:
         """The tokens that may come next; valid until `accept`. An end token is among them once the answer is whole."""
@@ -235,6 +244,7 @@ class Matcher:
             begun = time.thread_time()
             self._matcher.fill_next_token_bitmask(self._mask)
             self.cost = time.thread_time() - begun
+            self._spent += self.cost
             self._mask &= self._permitted
             if self._follows is not None:
                 self._mask &= self._follows
@@ -249,13 +259,17 @@ class Matcher:
 
         Raises `GenerationFailed` where the grammar does not allow it, or is so ambiguous that others would wait for it.
         """
-        if self.cost > _MAX_MASK_SECONDS:
+        if (took := max(self.cost, self._newest)) > _MAX_MASK_SECONDS or self._spent > self._most_spent:
             raise GenerationFailed(
-                f"the answer's grammar is too ambiguous: it takes {self.cost * 1000:.0f} ms a token; "
+                f"the answer's grammar is too ambiguous: it takes {took * 1000:.0f} ms a token; "
                 "repetitions of repetitions, as in (a*)*, do that"
             )
+        begun = time.thread_time()
         if not self._matcher.accept_token(token):
             raise GenerationFailed(f"token {token} does not fit into the answer's grammar")
+        self._newest = time.thread_time() - begun
+        self._spent += self._newest
+        self._most_spent += _MAX_MEAN_SECONDS
         self._follows = self._after.get(self._texts[token][-1:])
         free = self._free
         is_free = free is not None and free.has(token)
@@ -270,14 +284,17 @@ class Matcher:
         tokens there are: a text may follow that no longer token begins with.
         """
         mask = self.mask()
-        if self._is_free or self.cost > _MAX_FORCED_SECONDS:
+        if self._is_free or self.cost > _MAX_FORCED_SECONDS or not self._looks_ahead:
             return ""
+        begun = time.thread_time()
         try:
             if self._is_bounded:
                 return str(self._matcher.find_jump_forward_string())
             return self._ahead(mask, most).decode()
         except UnicodeDecodeError as error:  # it ends within a character, where several begin with the same byte
             return bytes(error.object[: error.start]).decode()
+        finally:
+            self._looks_ahead = time.thread_time() - begun <= _MAX_LOOK_SECONDS
 
     def _ahead(self, mask: Mask, most: int) -> bytes:
         """What all tokens of `mask` begin with, and those behind the longest of them, until there is a choice."""
@@ -323,26 +340,3 @@ def _bits(tokens: Iterable[int], size: int) -> Mask:
     bits = np.zeros(-(-size // 32) * 32, np.uint8)
     bits[[token for token in tokens if token < size]] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
-
-
-def _is_bounded(grammar: Grammar) -> bool:
-    """Whether it is a schema that forces no long text: no rule is within itself, and few repeat what they force."""
-    length = len(grammar.text)
-    if grammar.kind != "json_schema" or length > _LONGEST_BOUNDED or _may_be_endless(grammar.text):
-        return False
-    return length * prod(max(1.0, float(times)) for times in _repeated(grammar.text)) <= _LONGEST_BOUNDED
-
-
-def _refusal(message: str) -> InvalidRequest:
-    return InvalidRequest(message, code="invalid_grammar", param="response_format")
-
-
-def _reason(error: Exception) -> str:
-    """xgrammar's message without its time stamp, source line and condition, and complete."""
-    # xgrammar takes characters beyond ASCII apart, and quotes a part of one.
-    text = error.object.decode(errors="replace") if isinstance(error, UnicodeDecodeError) else str(error)
-    text = re.sub(r"^\[[\d:]+\] \S+:\d+: (?:Check failed: \(.*\) is false: )?", "", text).strip()
-    for found, better in _CLEARER:
-        text = re.sub(found, better, text)
-    text = text or type(error).__name__
-    return text if len(text) <= _MAX_REASON_LENGTH else text[: _MAX_REASON_LENGTH - 1] + "…"

@@ -85,7 +85,7 @@ def _structure_fault(tokens: list[str]) -> str | None:
             skipped -= 1
         elif token == "(":
             opened, before = opened + 1, ""
-            start = "".join(tokens[index + 1 :])[:80]
+            start = "".join(tokens[index + 1 : index + 81])[:80]
             if (group := re.match(r"\?(?::|<[A-Za-z_]\w*>)", start)) is not None:
                 skipped = len(group[0])
             elif start.startswith("?") and not start.startswith(("?=", "?!")):

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
+from ...schemas.params import Grammar
+
 MAX_COMPARISONS = 20_000  # of branches in a whole schema, to show that they exclude each other
+_LONGEST_BOUNDED = 64 << 10  # characters that a schema may force where xgrammar looks for them
+_may_be_endless = re.compile(r'"(\$\w*ref|pattern\w*)"|\\u', re.IGNORECASE).search
+_repeated = re.compile(r'"min(?:Items|Length|Properties|Contains)":\s*([-+.\deE]+)').findall
 
 
 def disjoint(one: Any, two: Any, definitions: Mapping[str, Any], budget: list[int], depth: int = 4) -> bool:
@@ -51,3 +58,11 @@ def type_of(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         return "integer"
     return kinds.get(type(value), "object")
+
+
+def is_bounded(grammar: Grammar) -> bool:
+    """Whether it is a schema that forces no long text: no rule is within itself, and few repeat what they force."""
+    length = len(grammar.text)
+    if grammar.kind != "json_schema" or length > _LONGEST_BOUNDED or _may_be_endless(grammar.text):
+        return False
+    return length * prod(max(1.0, float(times)) for times in _repeated(grammar.text)) <= _LONGEST_BOUNDED

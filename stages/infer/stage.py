@@ -180,7 +180,7 @@ class Infer(Stage):
         try:
             # These wait, and the checks below must not be followed by a wait.
             await self._note_keep_alive(job)
-            await self._engine.prepare(job.params)
+            compiled = await self._engine.prepare(job.params)
             images = await self._images.of(job)
             async with self._adapters.using(job.adapter) as adapter:
                 if running := self._publishers.get((job.tenant, job.id)):
@@ -192,6 +192,7 @@ class Infer(Stage):
                 if job.deadline <= self.pipe.now():
                     raise DeadlineExceeded("No worker began the request before its deadline.")
                 await self._publish_outputs(job, newest, adapter, images)
+            del compiled  # kept until here: meanwhile others may have made the engine forget it
         except Exception as error:
             if not self._engine.healthy:
                 raise

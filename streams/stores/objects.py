@@ -109,6 +109,11 @@ class Objects:
         """The objects whose names begin with `prefix`, oldest first."""
         return [info for info, _ in await self.look_at_all(prefix)]
 
+    async def scan(self, prefix: str) -> AsyncIterator[list[ObjectInfo]]:
+        """`infos`, some at a time, however many there are; what changes meanwhile is in it twice, once, or not."""
+        async for entries in self._infos.scan(prefix):
+            yield [_read(entry)[0] for entry in entries]
+
     async def note(self, info: ObjectInfo, about: dict[str, Any], revision: int) -> bool:
         """Change what is said about an object; False if it has changed since it had this `revision`."""
         return await self._infos.update(info.name, orjson.dumps(replace(info, about=about)), revision) is not None

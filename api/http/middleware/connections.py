@@ -160,11 +160,11 @@ class Connection(HttpToolsProtocol):
         self._check_head(self._fields + len(self.url))
         if self._refused:
             return
-        self._in_head, self._in_body, self._advanced = False, True, True
+        self._advanced = True
         if len(self.pipeline) >= MAX_PIPELINED:
-            self._refused = True
-            self.transport.abort()
+            self._end_behind_answers()
             return
+        self._in_head, self._in_body = False, True
         self._cancel(self._timer)
         self._timer = None
         super().on_headers_complete()
@@ -187,8 +187,6 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, "invalid_http", "The request is not valid HTTP/1.1.")
-
-    # Callbacks of the transport
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -234,9 +232,12 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, status: int, code: str, message: str) -> None:
         """Answer with an error, and read nothing more from this client."""
+        if self._busy and not self._in_body:
+            self._end_behind_answers()
+            return
         self._refused = True
         if self._busy:
-            if not self._in_body or self.pipeline or self.cycle.response_started:  # it waits for another answer
+            if self.pipeline or self.cycle.response_started:
                 self.transport.abort()
                 return
             self.cycle.disconnected = True  # the application, which waits for the rest of the body, hears of it
@@ -255,6 +256,11 @@ class Connection(HttpToolsProtocol):
             self.flow.resume_reading()
         self._cancel(self._timer)
         self._timer = self.loop.call_later(LINGER, self.transport.abort)
+
+    def _end_behind_answers(self) -> None:
+        """Close once the requests before this one are answered; a client asks for the rest again (RFC 9112, 9.3.2)."""
+        self._refused = True
+        (self.pipeline[0][0] if self.pipeline else self.cycle).keep_alive = False
 
     def _end(self) -> None:
         """Close once the client has read what was written; abort after `write_timeout`."""

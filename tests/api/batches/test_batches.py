@@ -473,6 +473,38 @@ async def test_cancelled_before_it_began(office: Office) -> None:
     assert (batch.status, counts(batch), office.jobs) == ("cancelled", (2, 0, 2), [])
 
 
+async def test_lines_that_nobody_runs_are_stored_together(office: Office) -> None:
+    """Storing each of them, and reading it again, took minutes where there were 50,000."""
+    names = [str(number) for number in range(200)]
+    created = await submit(office.api, [line(name) for name in names])
+    await office.api.batches.cancel(created.id)
+    await office.run()
+    batch = await end_of(office.api, created.id)
+    assert [entry["custom_id"] for entry in await entries(office.api, batch.error_file_id)] == names
+    assert await (await office.broker.bucket(BATCH_RESULTS)).put("newest", b"") < 10  # writes so far
+
+
+async def test_where_lines_were_left_another_runner_leaves_the_same(opened: list[Office]) -> None:
+    """One that has lost its lease without knowing may answer a line that the other has given up."""
+    office = await Office.start(rate=100.0, batch_concurrency=4)
+    opened.append(office)
+    created = await submit(office.api, [line(str(number)) for number in range(6)])
+    results = await Objects.of(office.broker, BATCH_RESULTS)
+
+    async def answer() -> AsyncIterator[bytes]:
+        yield b"{}\n"
+
+    await results.put(f"{created.id}.rest", answer(), {"first": 2, "ending": "cancelled"})
+    await results.put(f"{created.id}.3", answer(), {"ending": "completed"})
+    await office.run()
+    batch = await end_of(office.api, created.id)
+    assert counts(batch) == (6, 2, 4)
+    rest = await entries(office.api, batch.error_file_id)
+    assert [(entry["custom_id"], entry["error"]["code"]) for entry in rest] == [
+        (name, "batch_cancelled") for name in "2345"
+    ]
+
+
 async def test_its_window_ends(office: Office) -> None:
     created = await submit(office.api, [line("a"), line("b")])
     await office.run(now=lambda: time.time() + 86401)

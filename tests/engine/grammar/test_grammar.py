@@ -234,9 +234,11 @@ async def test_a_bad_grammar_is_the_clients_fault_and_harms_nobody(llama: Infere
     assert llama.healthy
 
 
-async def test_a_pattern_that_would_hold_up_the_engine_ends_alone(llama: InferenceEngine) -> None:
+# The first takes long to say what may come next, the second to take what came.
+@pytest.mark.parametrize("grammar", [regex("((a*)*)*b"), ebnf_grammar("root ::= s\ns ::= s s s | s s | [a-z]")])
+async def test_a_grammar_that_would_hold_up_the_engine_ends_alone(llama: InferenceEngine, grammar: Grammar) -> None:
     token = llama.tokenize("a", add_special_tokens=False)[0]
-    ambiguous = GenerationParams(grammar=regex("((a*)*)*b"), max_tokens=1500, logit_bias={token: 100})
+    ambiguous = GenerationParams(grammar=grammar, max_tokens=1500, logit_bias={token: 100})
     mate = seeded(DIGITS, 1)
     alone = llama.generate("mate", mate)
     async with asyncio.timeout(60):
@@ -264,6 +266,20 @@ def test_special_tokens_are_shown_and_allowed_only_on_demand(llama: InferenceEng
     assert free.text == "<|im_start|>" * 2
     hidden = llama.generate("x", seeded(None, 1, logit_bias=bias, max_tokens=2)).choices[0]
     assert hidden.text == ""
+
+
+def test_a_grammar_that_somebody_holds_is_not_compiled_again(model_directory: Callable[[str], Path]) -> None:
+    compiler = GrammarCompiler(Tokenizer(model_directory("llama")), cache_bytes=1)  # forgets each for the next
+    held = compiler.compile(PERSON)
+    compiler.compile(DIGITS)
+    assert compiler.compile(PERSON) is held
+
+
+def test_a_grammar_that_would_fill_the_memory_is_refused(model_directory: Callable[[str], Path]) -> None:
+    compiler = GrammarCompiler(Tokenizer(model_directory("llama")), max_bytes=4 << 10)
+    compiler.compile(regex("[0-9]"))
+    with pytest.raises(InvalidRequest, match=r"the grammar takes \d+ KiB when it is compiled, and may take 4; make it"):
+        compiler.compile(regex("[0-9]a" * 100))
 
 
 def test_grammars_are_remembered_up_to_a_bound(model_directory: Callable[[str], Path]) -> None:

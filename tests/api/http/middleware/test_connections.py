@@ -195,13 +195,25 @@ async def test_an_answer_that_comes_before_the_body_leaves_the_connection_open()
 
 
 async def test_requests_sent_ahead_are_few() -> None:
-    async with Server.run() as server:
+    """Those that are taken are answered. Behind them the connection ends: the client sends the others again."""
+    async with asyncio.timeout(10), Server.run() as server:
+        wire = await server.wire()
+        await wire.send(LIVE * (MAX_PIPELINED + 9))
+        answers = [await wire.response() for _ in range(MAX_PIPELINED + 1)]
+        assert {answer.status for answer in answers} == {200} and answers[-1].headers["connection"] == "close"
+        assert await wire.ended() == b""
+
+
+async def test_what_cannot_be_read_behind_a_request_takes_nothing_from_its_answer() -> None:
+    async with asyncio.timeout(10), Server.run() as server:
         wire = await server.wire()
         await wire.send(request("POST", "/v1/completions", STREAM))
-        await server.script.job()
-        await wire.send(LIVE * (MAX_PIPELINED + 1))
-        assert await wire.ended() == b""
-        assert server.script.jobs  # the first was begun, and is cancelled with its connection
+        job = await server.script.job()
+        await wire.send(b"\0no request\r\n\r\n")
+        said = replace(token(0, "whole"), finish_reason="stop")
+        await server.script.tell([Accepted("", "echo", 1, 1), said, Done("", ("stop",), Usage(1, 1, 2))], job)
+        answer = await wire.ended()
+        assert b"whole" in answer and answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 @pytest.mark.parametrize(("values", "fits"), [({"max_connections": 2}, 2), ({"max_connections_per_address": 3}, 3)])
