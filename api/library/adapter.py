@@ -111,7 +111,7 @@ class OpenAIAdapter:
             name=name,
             seed=secrets.randbits(63),
         )
-        await self.engine.prepare(prepared.params)
+        compiled = await self.engine.prepare(prepared.params)
         id = f"{PREFIX[endpoint]}{uuid.uuid4().hex}"
         if isinstance(request, PooledRequest):
             if streaming:
@@ -122,7 +122,9 @@ class OpenAIAdapter:
             renderer = Renderer(endpoint, id, name, created, streaming=streaming, extras=Extras.of(read))
             prompts = tuple(map(tuple, prepared.prompts))
             renderer.begin(Accepted(id, name, created, sum(map(len, prompts)), prompts))
-        return _Running(self.engine, prepared, renderer, adapter, is_pooled=isinstance(request, PooledRequest))
+        running = _Running(self.engine, prepared, renderer, adapter, is_pooled=isinstance(request, PooledRequest))
+        del compiled
+        return running
 
 
 class _Running:
