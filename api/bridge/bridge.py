@@ -18,7 +18,16 @@ from typing import Any
 from opentelemetry.trace import Tracer
 
 from ...config.settings import Settings
-from ...schemas.errors import STORE_FULL, Overloaded, QuotaExceeded, Refusal, StorageFull, StreamFull, StreamNotFound
+from ...schemas.errors import (
+    STORE_FULL,
+    BrokerUnavailable,
+    Overloaded,
+    QuotaExceeded,
+    Refusal,
+    StorageFull,
+    StreamFull,
+    StreamNotFound,
+)
 from ...schemas.jobs import TOKEN_PATTERN, Job, Priority
 from ...schemas.wire import codec
 from ...streams.lanes import check_fits
@@ -98,7 +107,7 @@ class Bridge:
         A `kept` request continues after its reader has left. A `shared` one may be published by another bridge too,
         under whose name its events then are.
         Raises `Overloaded`, `QuotaExceeded`, `StorageFull` or `PayloadTooLarge` where the job is refused, and
-        `BrokerUnavailable`.
+        `BrokerUnavailable`, after which a job that is stored nevertheless is cancelled unless it is kept or shared.
         """
         assert job.id is not None and job.bridge == self.name
         self.admit(job, priority, tenant)
@@ -113,7 +122,10 @@ class Bridge:
             subject, name = self.subjects.jobs(priority, tenant), f"{tenant}.{job.id}"
             await self.broker.publish(subject, data, message_id=name, headers=headers)
         except BaseException as error:
-            reading.close()
+            if isinstance(error, BrokerUnavailable | asyncio.CancelledError):
+                reading.leave()  # the job may be stored all the same
+            else:
+                reading.close()
             match error:
                 case StreamFull(storage=True):
                     raise StorageFull(STORE_FULL) from None
