@@ -135,8 +135,8 @@ class UnansweredBroker(MemoryBroker):
         raise BrokerUnavailable("no answer")
 
 
-@pytest.mark.parametrize("kept", [False, True])
-async def test_a_request_that_was_refused_for_want_of_an_answer_does_not_run_for_nobody(kept: bool) -> None:
+@pytest.mark.parametrize("named", [False, True])
+async def test_a_request_that_was_refused_for_want_of_an_answer_does_not_run_for_nobody(named: bool) -> None:
     broker, subjects = UnansweredBroker(), Subjects("penstock")
     await broker.ensure(*topology("penstock", ("queue",)))
     cancelled: list[str] = []
@@ -144,8 +144,9 @@ async def test_a_request_that_was_refused_for_want_of_an_answer_does_not_run_for
     bridge = Bridge(broker, subjects, "b")
     await bridge.start()
     with pytest.raises(BrokerUnavailable):
-        await bridge.open(Job(id="r", bridge="b", body={}), priority="normal", tenant="default", kept=kept)
+        job = Job(id="r", bridge="b", body={})
+        await bridge.open(job, priority="normal", tenant="default", kept=True, named=named)
     for _ in range(5):
         await asyncio.sleep(0)
-    assert set(cancelled) == (set() if kept else {subjects.cancel("default", "r")})
+    assert set(cancelled) == (set() if named else {subjects.cancel("default", "r")})
     await broker.close()
