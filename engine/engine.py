@@ -192,9 +192,8 @@ class InferenceEngine:
             handle.cancel()
 
     async def prepare(self, params: GenerationParams) -> object:
-        """Compile the grammar, if any, outside the event loop. Whoever keeps what this returns until `open` keeps that
-        from compiling a large grammar again, in the event loop. Raises `InvalidRequest`.
-        """
+        """Compile the grammar, if any, outside the event loop; unless its result is kept until `open`, that may compile
+        it again, in the event loop. Raises `InvalidRequest`."""
         if params.grammar is None:
             return None
         if self._fallback is not None and self.fallback_for(EngineRequest("", (), params, seed=0)):

@@ -290,8 +290,9 @@ class _Run:
         if self._is_over:
             return None
         job = Job(id=request, endpoint=self.batch.job_endpoint, bridge=self._bridge.name, body=body)
+        shared = self._delivery.attempt > 1
         return await self._bridge.open(
-            job, priority="low", tenant=tenant, deadline=deadline, kept=True, shared=self._delivery.attempt > 1
+            job, priority="low", tenant=tenant, deadline=deadline, kept=True, shared=shared, named=True
         )
 
     async def _read(self, reading: Reading, answer: Answer, inherited: bool) -> Event | None:

@@ -18,7 +18,16 @@ from typing import Any
 from opentelemetry.trace import Tracer
 
 from ...config.settings import Settings
-from ...schemas.errors import STORE_FULL, Overloaded, QuotaExceeded, Refusal, StorageFull, StreamFull, StreamNotFound
+from ...schemas.errors import (
+    STORE_FULL,
+    BrokerUnavailable,
+    Overloaded,
+    QuotaExceeded,
+    Refusal,
+    StorageFull,
+    StreamFull,
+    StreamNotFound,
+)
 from ...schemas.jobs import TOKEN_PATTERN, Job, Priority
 from ...schemas.wire import codec
 from ...streams.lanes import check_fits
@@ -90,15 +99,17 @@ class Bridge:
         deadline: float | None = None,
         kept: bool = False,
         shared: bool = False,
+        named: bool = False,
         trace: str | None = None,
     ) -> Reading:
         """Publish a job, which must name this bridge and have an id; `deadline` is in Unix seconds, and `trace` the
         client's traceparent.
 
         A `kept` request continues after its reader has left. A `shared` one may be published by another bridge too,
-        under whose name its events then are.
+        under whose name its events then are; it is `named`: somebody knows its id and may follow it, whether or not
+        this returns.
         Raises `Overloaded`, `QuotaExceeded`, `StorageFull` or `PayloadTooLarge` where the job is refused, and
-        `BrokerUnavailable`.
+        `BrokerUnavailable`, after which a job that is stored nevertheless is cancelled unless it is named.
         """
         assert job.id is not None and job.bridge == self.name
         self.admit(job, priority, tenant)
@@ -113,7 +124,9 @@ class Bridge:
             subject, name = self.subjects.jobs(priority, tenant), f"{tenant}.{job.id}"
             await self.broker.publish(subject, data, message_id=name, headers=headers)
         except BaseException as error:
-            reading.close()
+            # The job may be stored all the same.
+            reading.kept = shared or named or not isinstance(error, BrokerUnavailable | asyncio.CancelledError)
+            reading.leave()
             match error:
                 case StreamFull(storage=True):
                     raise StorageFull(STORE_FULL) from None

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.api.bridge.bridge import Bridge
+from penstock.schemas.errors import BrokerUnavailable
 from penstock.schemas.events import Accepted, Done, Event, FinishReason, Token, Usage
 from penstock.schemas.jobs import Job
 from penstock.schemas.wire import codec
 from penstock.streams.memory.broker import MemoryBroker
-from penstock.streams.port import Message, Subscription
+from penstock.streams.port import Headers, Message, Published, Subscription
 from penstock.streams.topology import Subjects, topology
 
 TEXT = "every token once, and in order"
@@ -121,4 +122,31 @@ async def test_what_is_heard_during_a_replay_is_not_forgotten(monkeypatch: pytes
             events += await reading.take(60.0)
     assert "".join(event.text for event in events if isinstance(event, Token)) == "ok"
     reading.close()
+    await broker.close()
+
+
+class UnansweredBroker(MemoryBroker):
+    """Stores, and the answer that says so is lost."""
+
+    async def publish(
+        self, subject: str, data: bytes, *, message_id: str, headers: Headers | None = None, expect: int | None = None
+    ) -> Published:
+        await super().publish(subject, data, message_id=message_id, headers=headers, expect=expect)
+        raise BrokerUnavailable("no answer")
+
+
+@pytest.mark.parametrize("named", [False, True])
+async def test_a_request_that_was_refused_for_want_of_an_answer_does_not_run_for_nobody(named: bool) -> None:
+    broker, subjects = UnansweredBroker(), Subjects("penstock")
+    await broker.ensure(*topology("penstock", ("queue",)))
+    cancelled: list[str] = []
+    await broker.listen(subjects.cancel_all(), lambda message: cancelled.append(message.subject))
+    bridge = Bridge(broker, subjects, "b")
+    await bridge.start()
+    with pytest.raises(BrokerUnavailable):
+        job = Job(id="r", bridge="b", body={})
+        await bridge.open(job, priority="normal", tenant="default", kept=True, named=named)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert set(cancelled) == (set() if named else {subjects.cancel("default", "r")})
     await broker.close()
