@@ -23,6 +23,7 @@ from collections.abc import Callable
 import structlog
 
 from ..config import metrics
+from ..schemas.bounds import LONG
 from ..schemas.errors import BrokerUnavailable, NotYet, PenstockError, Refusal, StartupError, Transient
 from ..schemas.jobs import Priority
 from ..streams.beats import until_beat
@@ -55,6 +56,7 @@ class Runner:
         self._stopping = asyncio.Event()
         self._has_room = asyncio.Event()  # in one of the pumps, or they are to end
         self._failed = FailedHere()
+        self._one_by_one = asyncio.Lock()  # held for a step of the event loop before a long message is handled
         self._alone = asyncio.Lock()  # held while a message is handled that may end the process
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # a pump's
 
@@ -192,6 +194,9 @@ class Runner:
                     if not await self._handle_suspect(delivery):
                         return
             else:
+                if len(delivery.message.data) > LONG:
+                    async with self._one_by_one:
+                        await asyncio.sleep(0)  # what else happens in the event loop goes on between long messages
                 await self._stage.handle(delivery)
             self._failed.discard(delivery.message)
             await delivery.ack()

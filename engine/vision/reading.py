@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self
 
 from ...schemas.bounds import shortened
@@ -15,6 +16,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 ShownPages = Literal["scans", "figures", "all"]
 TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif")
 MOST_DECODED = 170_000_000  # pixels; Pillow refuses more
+MOST_SCANS = 100  # of a JPEG; cameras and programs write a dozen, and each is decoded over the whole picture
 LEAST_SIDE, MOST_SIDE = 8, 65_500  # pixels; processors take thinner pictures for something else
 
 
@@ -54,13 +56,16 @@ class ImageLimits(NamedTuple):
 
 
 ANY = ImageLimits()
+_MARKER = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd7]")  # of a segment; the others have no length, or are data
+_SCAN, _END = 0xDA, 0xD9
 
 
 def check_image(data: bytes, limits: ImageLimits, path: str, kind: str | None = None) -> tuple[int, int]:
     """The width and height that an image's header gives; nothing is decoded.
 
     `path` names it in errors, `kind` is the media type that its sender gave; of several for images, the bytes decide.
-    Raises `InvalidRequest` for bytes that are no image of `FORMATS`, and for one that is animated, too large or small.
+    Raises `InvalidRequest` for bytes that are no image of `FORMATS`, and for one that is animated, too large or small,
+    or comes in too many scans.
     """
     if kind is not None and kind not in TYPES:
         raise refused(path, f"the type {shortened(kind, 50)!r} is not supported; send one of {', '.join(TYPES)}")
@@ -78,7 +83,21 @@ def check_image(data: bytes, limits: ImageLimits, path: str, kind: str | None = 
             )
         if getattr(image, "is_animated", False):
             raise refused(path, "the image is animated; send one picture of it")
+        if image.format in ("JPEG", "MPO") and _scans(data) > MOST_SCANS:
+            raise refused(path, f"the image is a JPEG of more than {MOST_SCANS} scans; send one of fewer")
     return width, height
+
+
+def _scans(data: bytes) -> int:
+    """How many scans a JPEG has, as far as its segments can be followed; at most one above `MOST_SCANS`."""
+    count, place = 0, 2
+    while count <= MOST_SCANS and (found := _MARKER.search(data, place)):
+        kind = data[found.end() - 1]
+        if kind == _END:
+            break
+        count += kind == _SCAN
+        place = found.end() + int.from_bytes(data[found.end() : found.end() + 2], "big")
+    return count
 
 
 def decode_image(data: bytes, limits: ImageLimits, path: str) -> Image.Image:

@@ -32,13 +32,14 @@ from ...schemas.events import Cancelled, Usage
 from ...schemas.jobs import TOKEN_PATTERN, Endpoint, Job, Priority, ValidatedJob
 from ...schemas.loops import LoopJob, is_response
 from ...schemas.openai.chat import CustomTool
-from ...schemas.openai.completions import ChatRequest, parse_request
+from ...schemas.openai.completions import ChatRequest, Request, parse_request
 from ...schemas.openai.embeddings import PooledRequest
 from ...schemas.openai.responses.request import parse_responses
 from ...schemas.registry import ModelCard
 from ...schemas.wire import codec
 from ...schemas.wire.codec import DecodeError
 from ...streams.beats import until_beat
+from ...streams.gate import FairGate
 from ...streams.outages import through_outages
 from ...streams.port import DEADLINE, SCHEMA, TRACE_PARENT, Delivery, Message
 from ...streams.shares import crowds
@@ -58,7 +59,7 @@ MAX_CLOCK_SKEW = 2.0  # seconds between a client's clock and this machine's
 LONG = 20_000  # bytes of a job; to tokenise more would block the event loop for milliseconds
 AHEAD = 8  # models, loaded or not, whose tokenizers are loaded ahead of any request
 WITHOUT_GRAMMARS = ("echo", "sentence_transformers")  # backends
-MAX_LONG_JOBS = 2  # that are tokenised at the same time
+MAX_LONG_JOBS = 2  # that are parsed or tokenised at the same time
 TOO_MANY_RESPONSES = "Too many responses are in progress; try again later."
 MIN_DUPLICATE_CHECK = 4_000  # bytes of a job; a larger one is checked for being a duplicate before it is tokenised
 
@@ -78,7 +79,7 @@ class Validate(Stage):
         self._quotas = Quotas(pipe.broker, pipe.settings.tenant_quota)
         self._images = ImageStore(pipe.broker, pipe.subjects, self._quotas)
         self._slow = SlowParts(pipe, self._grammars)
-        self._long = asyncio.Semaphore(MAX_LONG_JOBS)
+        self._long = FairGate(MAX_LONG_JOBS, "long requests", bounded=False)  # not more are in hand
         self._misaddressed: asyncio.Queue[Message] = asyncio.Queue(MAX_MISADDRESSED)
         self._replays = Replays(pipe.broker, pipe.subjects)
 
@@ -204,11 +205,12 @@ class Validate(Stage):
     ) -> ValidatedJob:
         created = self.pipe.now()
         job = await self._named(job)
-        request = parse_request(endpoint, job.body)
+        request = await self._parsed(endpoint, job.body, tenant, len(message.data))
         deadline = self._deadline(job.timeout or request.timeout, message, created)
         model = await self._model(request.model)
         if model.defaults and not isinstance(request, PooledRequest):
-            request = parse_request(endpoint, with_defaults(job.body, model.defaults))
+            body = with_defaults(job.body, model.defaults)
+            request = await self._parsed(endpoint, body, tenant, len(message.data))
         preparer = await self._preparers.get(model)
         waiter = Waiter(job.id or endings.request_id(message), tenant, len(message.data), deadline)
         async with self._slow.contents(request, preparer, waiter) as (read, fetched):
@@ -224,7 +226,7 @@ class Validate(Stage):
             if is_short and not has_images(request) and not _has_lark(request):
                 prepared = prepare()
             else:
-                async with self._long:
+                async with self._long.turn(tenant, len(message.data)):
                     prepared = await asyncio.to_thread(prepare)
         for grammar in filter(None, (prepared.asked_grammar, prepared.params.grammar)):
             await self._slow.check(grammar, model, prepared.grammar_param, waiter)
@@ -252,6 +254,14 @@ class Validate(Stage):
             keep_alive=getattr(request, "keep_alive", None) if model.catalogued else None,
             images=images,
         )
+
+    async def _parsed(
+        self, endpoint: Endpoint, body: dict[str, Any], tenant: str, size: int
+    ) -> Request | PooledRequest:
+        if size <= LONG:
+            return parse_request(endpoint, body)
+        async with self._long.turn(tenant, size):
+            return await asyncio.to_thread(parse_request, endpoint, body)
 
     async def _begin_response(self, job: Job, delivery: Delivery, priority: Priority, tenant: str) -> None:
         """Hand a response to the stage `tools`, which sends each turn of the model through here as a chat request."""

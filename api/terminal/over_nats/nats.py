@@ -151,8 +151,8 @@ def _user(name: str, permissions: Permissions, directory: Path) -> User:
     _write(directory / f"{name}.nk", seed.decode() + "\n")
     typer.echo(f"{name}: --nats-nkey {directory / name}.nk --nats-inbox-prefix {inbox(name)}")
     key = nkeys.from_seed(bytearray(seed)).public_key.decode()
-    # The stage validate answers publishers whose job no stream accepts.
-    return User(name, key, permissions, answers=name == "stage-validate")
+    # The stage validate, which may run as the admin, says why no stream takes a job, and replays events.
+    return User(name, key, permissions, answers=name in ("stage-validate", "admin"))
 
 
 def _write(path: Path, text: str) -> None:

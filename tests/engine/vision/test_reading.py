@@ -47,9 +47,25 @@ def test_every_format_is_read(kind: str) -> None:
     assert (found.mode, found.size) == ("RGB", (30, 20))
 
 
+def in_scans(more: int, before: bytes = b"") -> bytes:
+    """A progressive JPEG whose last scan comes `more` times, each with these bytes `before` it."""
+    file = io.BytesIO()
+    Image.new("L", (64, 64)).save(file, "JPEG", progressive=True)
+    data = file.getvalue()
+    return data[:-2] + (before + data[data.rindex(b"\xff\xda") : -2]) * more + data[-2:]
+
+
+def test_a_progressive_jpeg_is_read_whatever_its_other_segments_say() -> None:
+    scans = b"\xff\xfe" + (2 + 2 * 500).to_bytes(2, "big") + b"\xff\xda" * 500  # a comment
+    data = in_scans(2)
+    assert decode_image(data[:2] + scans + data[2:], ANY, "here").size == (64, 64)
+
+
 @pytest.mark.parametrize(
     ("data", "says", "code"),
     [
+        (in_scans(200), "more than 100 scans", "invalid_image"),
+        (in_scans(200, before=b"\xff\x01"), "more than 100 scans", "invalid_image"),
         (enormous(9_000, 9_000), "has 9000 x 9000 pixels, and 40000000 are allowed", "image_size"),
         (enormous(10_000, 10_000), "pixels", "image_size"),
         (enormous(60_000, 60_000), "pixels", "image_size"),
@@ -61,7 +77,7 @@ def test_every_format_is_read(kind: str) -> None:
         (in_memory(lambda file: Image.new("RGB", (20, 20)).save(file, "BMP")), "no PNG", "invalid_image"),
         (b"", "no PNG", "invalid_image"),
     ],
-    ids=range(10),
+    ids=range(12),
 )
 def test_bad_ones_are_refused_by_their_headers(data: bytes, says: str, code: str) -> None:
     with pytest.raises(InvalidRequest, match=says) as caught:

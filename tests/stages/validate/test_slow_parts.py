@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import threading
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from penstock.engine.models import BUNDLED, resolve_model
 from penstock.engine.preparing.documents import read_documents
 from penstock.schemas.events import Cancelled, Done, Event, Expired, Failed
 from penstock.schemas.jobs import Job
+from penstock.schemas.openai.completions import parse_request
+from penstock.stages.validate.stage import LONG
 
 READS = "penstock.stages.validate.slow_parts.read_documents"
 DOCUMENT = {"type": "file", "file": {"file_data": base64.b64encode(b"The grass is green.").decode()}}
@@ -55,6 +58,31 @@ async def test_nobody_waits_for_the_documents_of_others(monkeypatch: pytest.Monk
         assert len(reads) == len(many) - 1, "neither the cancelled one nor the late one"
     finally:
         read.set()
+        await pipeline.stop()
+
+
+async def test_long_requests_of_tenants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many of one wait to be parsed, the first of another comes next."""
+    parsed, begun = threading.Event(), list[str]()
+
+    def slowly(endpoint: Any, body: dict[str, Any]) -> Any:
+        if len(content := body["messages"][0]["content"]) > LONG:
+            begun.append(content[:3])
+            parsed.wait()
+        return parse_request(endpoint, body)
+
+    monkeypatch.setattr("penstock.stages.validate.stage.parse_request", slowly)
+    pipeline = await Pipeline.start()
+    try:
+        many = [await ask(pipeline, f"m-{number}", "many", "all" + "x" * LONG) for number in range(20)]
+        own = await ask(pipeline, "own", "one", "own" + "x" * LONG)
+        assert isinstance(await end_of(await ask(pipeline, "plain", "one", "hello")), Done)
+        parsed.set()
+        for reading in (own, *many):
+            await end_of(reading)
+        assert begun.index("own") <= 2 and begun.count("all") == len(many)
+    finally:
+        parsed.set()
         await pipeline.stop()
 
 

@@ -159,8 +159,9 @@ async def test_a_tenant_publishes_its_own_jobs_and_hears_its_own_events(guarded:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_part_answers_whoever_asks_it(guarded: Guarded) -> None:
-    access = Access(nkey=guarded.directory / "stage-validate.nk", inbox_prefix="_in_stage-validate")
+@pytest.mark.parametrize("user", ["stage-validate", "admin"])
+async def test_a_part_answers_whoever_asks_it(guarded: Guarded, user: str) -> None:
+    access = Access(nkey=guarded.directory / f"{user}.nk", inbox_prefix=f"_in_{user}")
     validate = await JetStreamBroker.connect(guarded.server.url, namespace="penstock", access=access)
     bridge = await guarded.connect("bridge", asyncio.Queue())
     try:
