@@ -17,11 +17,12 @@ from json_schemas import BY_HAND, generate
 from pydantic import ByteSize
 
 from penstock.engine import EngineConfig, EngineRequest, GenerationParams, InferenceEngine
+from penstock.engine.grammar import matcher
 from penstock.engine.grammar.json_schema import any_json_object, choice_grammar, ebnf_grammar, json_schema_grammar
 from penstock.engine.grammar.json_schema import regex_grammar as regex
 from penstock.engine.grammar.matcher import GrammarCompiler
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.schemas.errors import InvalidRequest
+from penstock.schemas.errors import GenerationFailed, InvalidRequest
 from penstock.schemas.params import Grammar
 
 DIGITS = regex("[0-9]{40}")
@@ -266,6 +267,31 @@ def test_special_tokens_are_shown_and_allowed_only_on_demand(llama: InferenceEng
     assert free.text == "<|im_start|>" * 2
     hidden = llama.generate("x", seeded(None, 1, logit_bias=bias, max_tokens=2)).choices[0]
     assert hidden.text == ""
+
+
+def test_an_answer_whose_grammar_takes_long_on_average_ends(
+    model_directory: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token alone takes less than one may."""
+    monkeypatch.setattr(matcher, "_MAX_AHEAD_SECONDS", 0.0)
+    monkeypatch.setattr(matcher, "_MAX_MEAN_SECONDS", 0.0)
+    tokenizer = Tokenizer(model_directory("llama"))
+    strict = GrammarCompiler(tokenizer).matcher(GenerationParams(grammar=regex("[a-z]*")))
+    assert strict is not None
+    strict.mask()
+    with pytest.raises(GenerationFailed, match="too ambiguous"):
+        strict.accept(tokenizer.encode("a", False)[0])
+
+
+def test_an_answer_where_looking_ahead_took_long_does_without(
+    model_directory: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCompiler(Tokenizer(model_directory("llama")))
+    for most, again in ((60.0, True), (-1.0, False)):
+        monkeypatch.setattr(matcher, "_MAX_LOOK_SECONDS", most)
+        strict = compiler.matcher(GenerationParams(grammar=PERSON))
+        assert strict is not None and strict.forced(8) != ""
+        assert (strict.forced(8) != "") == again
 
 
 def test_a_grammar_that_somebody_holds_is_not_compiled_again(model_directory: Callable[[str], Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from contextlib import ExitStack
 from random import Random
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 
 from penstock.schemas.errors import NotYet
 from penstock.simulation.clock import VirtualLoop
+from penstock.stages.batch import windows
 from penstock.stages.batch.lanes import Waiting
-from penstock.stages.batch.windows import LATE, LaneWindow
+from penstock.stages.batch.windows import LATE, LaneWindow, LaneWindows
 from penstock.streams.port import DEADLINE, Delivery, Message
 
 SIZE = 96  # jobs in hand
@@ -256,3 +258,17 @@ def test_nothing_is_lost_or_there_twice(steps: list[tuple[str, int, bool]]) -> N
         loop.run_until_complete(run())
     finally:
         loop.close()
+
+
+async def test_lanes_are_looked_at_from_the_first_job_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks while there are none; a lane in which nothing is left is forgotten at the next look."""
+    monkeypatch.setattr(windows, "LOOK", 0.0)
+    all_of_them = LaneWindows(cast(Any, None), SIZE, 30.0)
+    looking = asyncio.create_task(all_of_them.run())
+    await asyncio.sleep(0)
+    for subject in ("p.batch.one.low.t", "p.batch.two.low.t"):
+        first = all_of_them.of(subject)
+        async with asyncio.timeout(30):
+            while all_of_them.of(subject) is first:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+    looking.cancel()

@@ -153,6 +153,22 @@ async def test_one_tenant_does_not_fill_what_describes_files(broker: Broker, nam
     assert await files.put("two.0", empty(), {})
 
 
+async def test_one_tenant_does_not_fill_the_room_of_responses(broker: Broker, namespace: str) -> None:
+    """Their bytes lie beside what describes them, and are that tenant's there."""
+    streams, buckets = topology(namespace, ["queue"])
+    small = [replace(spec, max_bytes=20 * LARGE) if spec.name == RESPONSES else spec for spec in buckets]
+    await broker.ensure(streams, small)
+    responses, made = await Objects.of(broker, RESPONSES, beside=True), 0
+    with pytest.raises(StorageFull, match="most of it is yours"):
+        while True:
+            await Quotas(broker, 1 << 30).check("one", LARGE, RESPONSES)
+            await responses.put(f"one.{made}", data(), {})
+            made += 1
+    assert made > 5
+    await Quotas(broker, 1 << 30).check("two", LARGE, RESPONSES)
+    assert await responses.put("two.0", data(), {})
+
+
 async def test_what_was_let_in_takes_room_before_it_is_stored(broker: Broker, namespace: str) -> None:
     streams, buckets = topology(namespace, ["queue"])
     small = [replace(spec, max_bytes=20 * LARGE) if spec.name == RESPONSES else spec for spec in buckets]
