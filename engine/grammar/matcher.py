@@ -235,8 +235,8 @@ class Matcher:
         self.cost = 0.0  # seconds of CPU time that the newest mask took; set by `mask`
         self._newest = 0.0  # seconds that the newest token took; set by `accept`
         self._spent = 0.0  # seconds that all masks and tokens took; set by `mask` and `accept`
+        self._num_taken = 0  # tokens; set by `accept`
         self._looks_ahead = True  # set by `forced`
-        self._most_spent = _MAX_AHEAD_SECONDS  # seconds that they may have taken so far; set by `accept`
 
     def mask(self) -> Mask:
         """The tokens that may come next; valid until `accept`. An end token is among them once the answer is whole."""
@@ -259,7 +259,9 @@ class Matcher:
 
         Raises `GenerationFailed` where the grammar does not allow it, or is so ambiguous that others would wait for it.
         """
-        if (took := max(self.cost, self._newest)) > _MAX_MASK_SECONDS or self._spent > self._most_spent:
+        took, allowed = max(self.cost, self._newest), _MAX_AHEAD_SECONDS + _MAX_MEAN_SECONDS * self._num_taken
+        if took > _MAX_MASK_SECONDS or self._spent > allowed:
+            took = max(took, self._spent / (self._num_taken + 1))
             raise GenerationFailed(
                 f"the answer's grammar is too ambiguous: it takes {took * 1000:.0f} ms a token; "
                 "repetitions of repetitions, as in (a*)*, do that"
@@ -269,7 +271,7 @@ class Matcher:
             raise GenerationFailed(f"token {token} does not fit into the answer's grammar")
         self._newest = time.thread_time() - begun
         self._spent += self._newest
-        self._most_spent += _MAX_MEAN_SECONDS
+        self._num_taken += 1
         self._follows = self._after.get(self._texts[token][-1:])
         free = self._free
         is_free = free is not None and free.has(token)

@@ -19,6 +19,7 @@ from ...engine.preparing.documents import has_documents
 from ...engine.preparing.preparers import PreparerCache, PreparerKey
 from ...engine.vision.chat import has_images
 from ...engine.vision.reading import ImageLimits
+from ...schemas.bounds import LONG
 from ...schemas.errors import (
     STORE_FULL,
     DeadlineExceeded,
@@ -56,7 +57,6 @@ from .slow_parts import CancelledMeanwhile, SlowParts, Waiter
 MAX_MISADDRESSED = 1_000  # jobs on subjects of no lane that wait for their refusal
 
 MAX_CLOCK_SKEW = 2.0  # seconds between a client's clock and this machine's
-LONG = 20_000  # bytes of a job; to tokenise more would block the event loop for milliseconds
 AHEAD = 8  # models, loaded or not, whose tokenizers are loaded ahead of any request
 WITHOUT_GRAMMARS = ("echo", "sentence_transformers")  # backends
 MAX_LONG_JOBS = 2  # that are parsed or tokenised at the same time

@@ -10,11 +10,12 @@ import uuid
 import pytest
 from memory_pipeline import MODEL, Pipeline, validated
 
+from penstock.schemas.bounds import LONG
 from penstock.schemas.errors import BrokerUnavailable, InvalidRequest, StreamFull
 from penstock.schemas.events import FINAL, Accepted, Done, Event, Expired, Failed, Token
 from penstock.schemas.jobs import InferenceBatch, Job
 from penstock.schemas.wire import codec
-from penstock.stages.validate.stage import LONG, MAX_MISADDRESSED, Validate
+from penstock.stages.validate.stage import MAX_MISADDRESSED, Validate
 from penstock.streams.memory.broker import MemoryBroker
 from penstock.streams.port import DEADLINE, MESSAGE_ID, SCHEMA, Headers, Message, Published
 

@@ -14,10 +14,10 @@ from penstock.api.bridge.reading import Reading
 from penstock.engine.grammar.checker import SIMPLE, GrammarChecker
 from penstock.engine.models import BUNDLED, resolve_model
 from penstock.engine.preparing.documents import read_documents
+from penstock.schemas.bounds import LONG
 from penstock.schemas.events import Cancelled, Done, Event, Expired, Failed
 from penstock.schemas.jobs import Job
 from penstock.schemas.openai.completions import parse_request
-from penstock.stages.validate.stage import LONG
 
 READS = "penstock.stages.validate.slow_parts.read_documents"
 DOCUMENT = {"type": "file", "file": {"file_data": base64.b64encode(b"The grass is green.").decode()}}
