@@ -8,16 +8,20 @@ export function h(tag, props, ...children) {
   return { tag, props: props ?? {}, children: normal(children) };
 }
 
-// The described children of `target` replace those that were described there before.
+// The described children of `target` replace those that were described there before. What has the focus keeps it,
+// also where its row has moved.
 export function render(target, ...children) {
+  const focused = document.activeElement;
   patchChildren(target, normal(children));
+  if (focused !== document.activeElement && focused?.isConnected) focused.focus({ preventScroll: true });
 }
 
+// What is not shown (`condition && h(…)`) keeps its place as null, so that those behind it stay the elements they are.
 function normal(children) {
-  return children
-    .flat(Infinity)
-    .filter((child) => child !== null && child !== undefined && child !== false && child !== true)
-    .map((child) => (typeof child === "object" ? child : { text: String(child) }));
+  return children.flat(Infinity).map((child) => {
+    if (child === null || child === undefined || child === false || child === true) return null;
+    return typeof child === "object" ? child : { text: String(child) };
+  });
 }
 
 function keyOf(node, index) {
@@ -29,6 +33,7 @@ function patchChildren(parent, children) {
   const after = new Map();
   let place = parent.firstChild;
   children.forEach((node, index) => {
+    if (!node) return;
     const key = keyOf(node, index);
     const known = before.get(key);
     const element = known && known.tag === node.tag ? known.element : create(node, parent);

@@ -212,6 +212,39 @@ def test_it_is_usable_on_a_small_screen_and_by_keyboard(browser: Browser, served
         expect(page.locator(".detail")).to_have_count(0)
 
 
+def test_what_has_the_focus_keeps_it_while_the_list_changes(served: Served, page: Page) -> None:
+    headers = {"Authorization": f"Bearer {USER}"}
+
+    def ask(max_tokens: int) -> requests.Response:
+        body: dict[str, Any] = {"model": "main", "prompt": "x", "max_tokens": max_tokens, "ignore_eos": True}
+        body["stream"] = max_tokens > 1
+        return requests.post(f"{served.url}/v1/completions", json=body, headers=headers, stream=True, timeout=60)
+
+    with ThreadPoolExecutor(4) as pool:
+        for response in pool.map(ask, [1] * 61):
+            assert response.json()["usage"]["completion_tokens"] == 1
+    show(page, "requests")
+    note = page.get_by_label("Requests", exact=True).locator(".note")
+    expect(note).to_contain_text("the newest 60 of")
+    search = page.get_by_label("Filter the requests")
+    search.focus()
+    page.keyboard.type("no such")
+    expect(search).to_have_value("no such")
+    expect(note).to_have_count(0)  # it stood before the search
+    expect(search).to_be_focused()
+    search.fill("")
+
+    with ask(600) as older, ask(30) as newer:
+        link = page.locator(f"a.id[title='{older.headers['x-request-id']}']")
+        link.focus()
+        assert newer.content.endswith(b"data: [DONE]\n\n")
+        done = page.locator("tr", has=page.locator(f"a.id[title='{newer.headers['x-request-id']}']"))
+        expect(done.locator(".badge.good")).to_be_visible()  # and its row lies below the other now
+        expect(link).to_be_focused()
+        name = older.headers["x-request-id"]
+        assert requests.delete(f"{served.url}/v1/streams/{name}", headers=headers, timeout=60).ok
+
+
 def test_it_asks_for_a_key_and_takes_no_other(browser: Browser, served: Served) -> None:
     context = browser.new_context(viewport=WIDE)
     page = context.new_page()
