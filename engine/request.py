@@ -26,8 +26,9 @@ class EngineRequest:
     none. The engine resumes at the next index and returns only new tokens.
 
     Requests share cached prefixes only if they have the same `cache_salt`, such as a tenant's name, and the same
-    `adapter`, the name of a loaded one or None. `priority` 0 is served first, then 1, and so on. `images` are those of
-    the prompt, in its order.
+    `adapter`, the name of a loaded one or None. `priority` 0 is served first, then 1, and so on; within a priority, the
+    salt of which clearly more than an equal share runs gives way to others. `images` are those of the prompt, in its
+    order.
     """
 
     id: str

@@ -19,9 +19,9 @@ from .usage import MOST_TENANTS
 Held = Callable[[], Counter[str]]
 
 RECENT = 60.0  # seconds for which seats are kept for a tenant that has sent requests
-# Of an average, what was needed last, each second: it rises in five and falls in twenty, and sooner if nothing more
+# Of an average, what was needed last, each second: it rises in two and falls in twenty, and sooner if nothing more
 # comes, since who waits would wait for nobody.
-_RISE, _FALL = 0.2, 0.05
+_RISE, _FALL = 0.5, 0.05
 _MARGIN = 2.0  # in roots of what is needed: if requests come by chance, few find more of them there
 
 

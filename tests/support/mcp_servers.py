@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -187,13 +188,14 @@ class Everything:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # `node` may be a script that starts the real one
         )
         assert self._process.stderr is not None
         assert any("listening on port" in line for line in iter(self._process.stderr.readline, ""))
 
     def kill(self) -> None:
         if self._process is not None:
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.communicate()
             self._process = None
 

@@ -30,6 +30,10 @@ class Row:
         self.passed = 0  # rows that were admitted while this one waited for blocks
 
     @property
+    def tenant(self) -> str:
+        return self.choice.request.cache_salt
+
+    @property
     def priority(self) -> int:
         return self.choice.request.priority
 
@@ -67,6 +71,15 @@ class Row:
             generated = tokens[max(begin - len(prompt), 0) : max(end - len(prompt), 0)]
             shown = marks(self.choice.request.images, begin, end) + identity
             keys.append(chain(parent, [*prompt[begin:end], *generated], shown))
+
+    def check_integrity(self, block_size: int) -> None:
+        """Raise `AssertionError` unless a running row has blocks for what is computed, and keys of what is known."""
+        tables = self.tables
+        assert self.running, "a running row does not know that it runs"
+        assert self.num_computed <= self.num_tokens, f"{self.num_computed} computed of {self.num_tokens} tokens"
+        assert self.num_computed <= len(tables.blocks[0]) * block_size, "a computed token has no block"
+        assert tables.num_published <= self.num_computed // block_size, "published before it is computed"
+        assert tables.num_published <= len(tables.keys) <= self.num_known // block_size, "keys of unknown tokens"
 
 
 class Scheduled(NamedTuple):

@@ -3,7 +3,8 @@
 All rows form one line, ordered by priority and arrival. Decoding rows come first, with one token each. The rest of a
 step's token budget goes to prompts in line order, started or not, all of one priority; they get at most half of the
 step while a more urgent row decodes. In the step that completes those prompts, decoding rows of a lower priority wait,
-but never in two steps in a row.
+but never in two steps in a row. So do, within a priority, rows of a tenant that runs more than its share: they stand
+behind those of others in line, and their prompts share no step that can complete a prompt of others.
 
 When blocks run out, the scheduler preempts the last running row in line: it releases its blocks and waits, in its old
 order, to be computed again; its published blocks stay cached. The first row in line always runs.
@@ -16,19 +17,18 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections import Counter
 from collections.abc import Callable, Iterator
 from heapq import merge
 from itertools import pairwise
 from math import inf
 from operator import attrgetter
 
-from ....schemas.jobs import most_together
 from ...choice import Choice
 from ...request import Preemption
 from ..kv.blocks import KVBlocks, Tables
 from ..state.slots import NoSlots, Slots
 from .picture_gate import PictureGate
+from .row_counts import RowCounts
 from .rows import Row, Scheduled
 
 _MAX_OVERTAKES = 32  # rows admitted past one that waits for blocks; then the rows behind it wait as well
@@ -68,14 +68,14 @@ class Scheduler:
         self._gate = gate or PictureGate()
         self._max_batch_size = max_batch_size
         self._reserved = min(reserved, max_batch_size - 1)
-        self._most_of_one = most_together(max_batch_size)  # rows of one request
-        self._rows_of: Counter[int] = Counter()  # running rows, by the identity of their request
+        self._counts = RowCounts(max_batch_size)
         self._max_step_tokens = max_step_tokens
         self._share = max(max_step_tokens // 2, 1) if chunked else None  # the tokens of a prompt while others wait
         self._rows: dict[Choice, Row] = {}
         self._arrivals = 0
         self._waiting: list[Row] = []  # both in line order
         self._running: list[Row] = []
+        self._line: Callable[[Row], int] = _order  # of this step
         self._has_waited = False  # whether the last step left out a row that could decode; set by `_decoding`
         self._claims: dict[bytes, Row] = {}  # keys of prompt blocks -> the running row that will publish them
 
@@ -98,6 +98,7 @@ class Scheduler:
         self._arrivals += 1
         self._gate.is_idle = False
         self._rows[choice] = row
+        self._counts.add(row)
         insort(self._waiting, row, key=_order)
 
     def remove(self, choice: Choice) -> None:
@@ -106,6 +107,7 @@ class Scheduler:
         if row is None:
             return
         self._gate.forget(choice)
+        self._counts.remove(row)
         if row.running:
             self._running.remove(row)
             self._leave(row)
@@ -136,7 +138,10 @@ class Scheduler:
         preemptions = self.num_preemptions
         scheduled: list[Scheduled] = []
         prefills: list[Row] = []
-        for row in self._running:  # preemption removes rows from the end, up to this one
+        line = self._line = self._counts.place if self._counts.begin() else _order
+        for row in sorted(self._running, key=line):
+            if not row.running:  # one before it in line has needed its blocks
+                break
             lacking = row.num_tokens - row.num_computed
             if lacking > 1:
                 prefills.append(row)
@@ -147,13 +152,15 @@ class Scheduler:
             return scheduled
         self._gate.begin()
         left = self._max_step_tokens - len(scheduled)
-        urgent = min((one.row.priority for one in scheduled), default=inf)
+        level = self._counts.level
+        lacked = 0  # tokens that the prompts in `shares` lack still
+        urgent = min((level(one.row) for one in scheduled), default=inf)
         shares: dict[Row, int] = {}
         blocked: list[Row] = []
-        for row in merge(prefills, self._entrants(blocked), key=_order):
-            if left <= 0 or (shares and row.priority != next(iter(shares)).priority):
+        for row in merge(prefills, self._entrants(blocked), key=line):
+            if left <= 0 or (shares and self._counts.parts(next(iter(shares)), row, lacked <= left)):
                 break
-            if row.priority > urgent and self._share is not None:
+            if level(row) > urgent and self._share is not None:
                 left = min(left, self._share)
             matched = 0 if row.running else self._match(row) if self.num_preemptions == preemptions else None
             if matched is None or not (lacking := self._gate.lacking(row, matched * self._blocks.block_size)):
@@ -163,6 +170,7 @@ class Scheduler:
             if self._admit(row, matched, count, shares, blocked):
                 shares[row] = count
                 left -= count
+                lacked += lacking - count
         if self.num_preemptions != preemptions:
             left += len(scheduled)
             scheduled = [one for one in scheduled if one.row.running]
@@ -211,17 +219,11 @@ class Scheduler:
         assert set(self._rows.values()) == {*self._waiting, *self._running}, "a row is lost"
         assert len(self._rows) == len(self._waiting) + len(self._running), "a row waits and runs"
         assert len(self._running) <= self._max_batch_size, f"{len(self._running)} rows run"
-        assert self._rows_of == Counter(id(row.choice.request) for row in self._running), "rows are miscounted"
-        assert all(count <= self._most_of_one for count in self._rows_of.values()), "one request has too many rows"
+        self._counts.check_integrity(self._running, self._waiting)
         for row in self._waiting:
             assert not (row.running or row.num_computed or any(row.tables.blocks)), "a waiting row holds something"
         for row in self._running:
-            tables, size = row.tables, self._blocks.block_size
-            assert row.running, "a running row does not know that it runs"
-            assert row.num_computed <= row.num_tokens, f"{row.num_computed} computed of {row.num_tokens} tokens"
-            assert row.num_computed <= len(tables.blocks[0]) * size, "a computed token has no block"
-            assert tables.num_published <= row.num_computed // size, "published before it is computed"
-            assert tables.num_published <= len(tables.keys) <= row.num_known // size, "keys of unknown tokens"
+            row.check_integrity(self._blocks.block_size)
         for key, row in self._claims.items():
             assert row.running and key in row.tables.keys[row.tables.num_published :], "a claim without a running row"
         self._blocks.check_integrity(row.tables for row in self._running)
@@ -236,14 +238,13 @@ class Scheduler:
 
     def _entrants(self, blocked: list[Row]) -> Iterator[Row]:
         """Yield waiting rows to admit, in line order; the caller adds those that do not fit to `blocked`."""
-        for row in self._waiting.copy():
+        for row in self._waiting.copy() if self._line is _order else sorted(self._waiting, key=self._line):
             if len(self._running) == self._max_batch_size or len(blocked) == _MAX_BLOCKED:
                 return
             if any(other.passed == _MAX_OVERTAKES or other.priority < row.priority for other in blocked):
                 return
             is_full = row.priority > 0 and len(self._running) >= self._max_batch_size - self._reserved
-            is_full = is_full or self._rows_of[id(row.choice.request)] >= self._most_of_one
-            if not (is_full or row.choice.pending or row.awaits in self._claims):
+            if not (is_full or self._counts.is_full(row) or row.choice.pending or row.awaits in self._claims):
                 yield row
 
     def _match(self, row: Row) -> int | None:
@@ -290,8 +291,8 @@ class Scheduler:
         if not shares or not ends or self._has_waited:
             self._has_waited = False
             return scheduled
-        priority = next(iter(shares)).priority
-        decoding = [one for one in scheduled if one.row.priority <= priority]
+        level = self._counts.level(next(iter(shares)))
+        decoding = [one for one in scheduled if self._counts.level(one.row) <= level]
         self._has_waited = len(decoding) < len(scheduled)
         return decoding
 
@@ -303,7 +304,8 @@ class Scheduler:
         while not self._blocks.grow(row.tables, num_tokens):
             if len(self._running) == 1:
                 raise RuntimeError(f"{num_tokens} tokens of one choice outgrow the key-value cache")
-            last = self._running.pop()
+            last = max(reversed(self._running), key=self._line)
+            self._running.remove(last)
             self._leave(last)
             insort(self._waiting, last, key=_order)
             self.num_preemptions += 1
@@ -316,7 +318,7 @@ class Scheduler:
         """Start a row, which holds its `matched` leading blocks and claims the other blocks of its prompt."""
         self._waiting.remove(row)
         insort(self._running, row, key=_order)
-        self._rows_of[id(row.choice.request)] += 1
+        self._counts.enter(row)
         self._blocks.attach(row.tables, matched)
         row.running = True
         row.choice.is_waiting = False
@@ -336,10 +338,7 @@ class Scheduler:
         self._unclaim(row, row.tables.keys[row.tables.num_published :])
         self._blocks.release(row.tables)
         self._slots.leave(row.state)
-        request = id(row.choice.request)
-        self._rows_of[request] -= 1
-        if not self._rows_of[request]:
-            del self._rows_of[request]
+        self._counts.leave(row)
         row.running = False
         row.choice.is_waiting = True
         row.num_computed = 0

@@ -80,6 +80,7 @@ class Machine:
         self.computed = 0  # tokens, all steps together
         self._live: set[Choice] = set()
         self._rows: list[Row] = []  # all that ever ran
+        self._passed: Row | None = None  # the first in line, if it waited in the last step
         self._unread: list[tuple[Row, int]] = []
         self._memory: dict[tuple[int, int, int], int] = {}  # (group, block, offset) -> state
 
@@ -140,14 +141,18 @@ class Machine:
     def _running(self) -> list[Row]:
         return sorted({row for row in self._rows if row.running}, key=lambda row: row.order)
 
+    def _place(self, row: Row) -> int:
+        return self.scheduler._counts.place(row)
+
     def _check(self, scheduled: list[Scheduled]) -> None:
         rows = [one.row for one in scheduled]
         self._rows += rows
         assert len(set(rows)) == len(rows)
         assert set(rows) <= set(self._running())
         assert not any(row.choice.is_complete for row in rows), "no token is computed for nothing"
-        first = {row for row in self._running()[:1] if not row.choice.is_complete}
-        assert first <= set(rows), "the first in line always runs"
+        first = min((row for row in self._running() if not row.choice.is_complete), key=self._place, default=None)
+        assert first is None or first in rows or first is not self._passed, "the first in line waits for one step only"
+        self._passed = None if first in rows else first
         assert len(self._running()) == self.scheduler.num_running <= self.max_batch_size
         total = sum(one.num_tokens for one in scheduled)
         one_whole_prompt = not self.chunked and sum(one.num_tokens > 1 for one in scheduled) == 1
@@ -426,6 +431,59 @@ def test_less_urgent_streams_let_a_prompt_end_first_and_never_wait_twice_in_a_ro
     less = make_choice(LETTERS[2:5], priority=2)
     machine.add(less)
     assert machine.step() == {equal: 1, long: 1, short: 1, low: 1, less: 3}
+    machine.finish()
+
+
+def flooded() -> tuple[Machine, list[Choice]]:
+    """A tenant of which four choices decode."""
+    machine = Machine(FULL)
+    flood = [make_choice(LETTERS[index : index + 3], max_tokens=20, salt="flood") for index in range(4)]
+    machine.add(*flood)
+    assert machine.step() == dict.fromkeys(flood, 3)
+    return machine, flood
+
+
+def test_a_prompt_does_not_wait_for_those_of_a_tenant_that_floods() -> None:
+    machine, flood = flooded()
+    more = [make_choice(LETTERS[index : index + 10], salt="flood") for index in range(4, 6)]
+    prompt = make_choice(LETTERS[:10], max_tokens=2, salt="quiet")
+    machine.add(*more, prompt)
+    assert machine.step() == {prompt: 10}
+    assert machine.step() == {**dict.fromkeys(flood, 1), prompt: 1, more[0]: 8}  # half a step, beside the other
+    machine.finish()
+
+
+def test_a_prompt_that_takes_several_steps_shares_them_with_a_flood() -> None:
+    machine, flood = flooded()
+    more, prompt = make_choice(LETTERS[4:34], salt="flood"), make_choice(LETTERS[:24], salt="quiet")
+    machine.add(more, prompt)
+    assert [machine.step() for _ in range(2)] == [{**dict.fromkeys(flood, 1), prompt: 8, more: 4}] * 2
+    assert machine.step() == {prompt: 8}
+    machine.finish()
+
+
+def test_tenants_with_about_as_much_do_not_wait_for_each_other() -> None:
+    machine, flood = flooded()
+    others = [make_choice(LETTERS[index : index + 3], max_tokens=20, salt="other") for index in range(3)]
+    machine.add(*others)
+    assert machine.step() == dict.fromkeys(others, 3)
+    machine.step()
+    prompt = make_choice(LETTERS[4:7], salt="other")
+    machine.add(prompt)
+    assert machine.step() == {**dict.fromkeys([*flood, *others], 1), prompt: 3}
+    machine.finish()
+
+
+def test_no_stream_of_short_prompts_keeps_those_of_the_larger_tenant_back_for_long() -> None:
+    machine, _ = flooded()
+    late = make_choice(LETTERS[4:14], max_tokens=1, salt="flood")
+    machine.add(late)
+    passed = 0
+    while late.finish is None and passed < 100:
+        machine.add(make_choice(LETTERS[:16], max_tokens=1, salt="quiet"))
+        machine.step()
+        passed += late.finish is None
+    assert passed <= machine.max_batch_size
     machine.finish()
 
 
