@@ -1,6 +1,6 @@
 // The page: a frame with the panels, which shows what the feed brings.
 
-import { link } from "./address.js";
+import { link, steps } from "./address.js";
 import { key, setKey } from "./api.js";
 import { h, render } from "./dom.js";
 import { feed, follow, reconnect } from "./feed.js";
@@ -41,7 +41,7 @@ export function redraw() {
 }
 
 function draw() {
-  const [path, ...rest] = location.hash.split("?")[0].replace(/^#\/?/, "").split("/").map(decodeURIComponent);
+  const [path, ...rest] = steps();
   const panel = PANELS.find((each) => each.path === path) ?? PANELS[0];
   document.title = `${panel.title} · Penstock`;
   render(app,
@@ -78,31 +78,33 @@ function content(panel, rest) {
       h("p", { class: "empty-title" }, "This server wants an API key"),
       h("p", {}, feed.reason), button("Enter a key", () => ask(true), { kind: "primary" }));
   }
-  if (!feed.state.pipeline && panel.path !== "chat") {
+  const state = frozen ?? feed.state;
+  if (!state.pipeline && panel.path !== "chat") {
     return h("div", { class: "empty", key: "wait" },
       h("p", { class: "empty-title" }, feed.status === "away" ? "The server does not answer" : "One moment"),
       h("p", {}, feed.state.server?.connected === false ? "It waits for its message broker." : "The page connects as soon as it can."));
   }
-  return panel.view(frozen ?? feed.state, rest);
+  return panel.view(state, rest);
 }
 
 function keyDialog() {
+  const close = (event) => event.target.closest("dialog").close(); // which gives the focus back
   const save = (event) => {
     event.preventDefault();
     setKey(event.target.elements.key.value.trim());
-    ask(false);
+    close(event);
     reconnect();
     redraw();
   };
   return h("dialog", {
     class: "dialog", key: "key", "aria-labelledby": "key-title", onclose: () => ask(false),
-    ref: (element) => element.open || element.showModal(),
+    ref: (element) => element.showModal(),
   },
   h("form", { onsubmit: save },
     h("h2", { id: "key-title" }, "API key"),
     h("p", {}, "A key with the word admin, as penstock key TENANT --admin makes it. It stays in this tab."),
     h("label", {}, "Key", h("input", { name: "key", type: "password", autocomplete: "off", placeholder: key() ? "a key is set" : "sk-…" })),
-    h("div", { class: "dialog-buttons" }, button("Cancel", () => ask(false)),
+    h("div", { class: "dialog-buttons" }, button("Cancel", close),
       h("button", { class: "button primary", type: "submit" }, "Save"))));
 }
 
@@ -113,6 +115,7 @@ function ask(wanted) {
 
 // Let the page stand still; what comes meanwhile is shown afterwards.
 function pause() {
+  if (!feed.state.pipeline && !frozen) return;
   frozen = frozen ? null : feed.state;
   redraw();
 }
@@ -153,6 +156,10 @@ addEventListener("hashchange", () => {
   scrollTo(0, 0);
 });
 addEventListener("keydown", pressed);
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault(); // the address says which panel is shown
+  document.getElementById("main").focus();
+});
 document.addEventListener("redraw", redraw);
 draw();
 follow(() => frozen || redraw());

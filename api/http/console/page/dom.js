@@ -1,8 +1,9 @@
 // A small virtual DOM: `h` describes elements, `render` changes a place on the page into what is described.
-// Attributes are attributes; `onclick` and its like are handlers, `style` is an object of CSS properties.
+// Attributes are attributes; `onclick` and its like are handlers, `style` is an object of CSS properties, and `ref` gets
+// the element once, as soon as it and its children stand on the page.
 
 const SVG = "http://www.w3.org/2000/svg";
-const PROPERTIES = new Set(["value", "checked", "disabled", "open"]);
+const PROPERTIES = new Set(["value", "checked", "disabled", "selected"]);
 
 export function h(tag, props, ...children) {
   return { tag, props: props ?? {}, children: normal(children) };
@@ -66,6 +67,7 @@ function patch(element, node) {
     if (element.data !== node.text) element.data = node.text;
     return;
   }
+  const isNew = !element.props;
   const before = element.props ?? {};
   for (const name of Object.keys(before)) {
     if (!(name in node.props)) set(element, name, undefined);
@@ -75,7 +77,7 @@ function patch(element, node) {
   }
   element.props = node.props;
   patchChildren(element, node.children);
-  if (node.props.ref) node.props.ref(element);
+  if (isNew && node.props.ref) node.props.ref(element);
 }
 
 function set(element, name, value) {

@@ -3,6 +3,7 @@
 import { Refused, ask, messages } from "./api.js";
 
 const AGAIN = 1000; // milliseconds between two attempts to connect
+const SILENCE = 15_000; // milliseconds; the server speaks twice a second, and every 6 s while its broker hangs
 const REMEMBERED = 600; // points of each plot
 
 export const feed = {
@@ -21,7 +22,7 @@ export async function follow(changed) {
     stop = new AbortController();
     try {
       const response = await ask("/server/events", { signal: stop.signal });
-      for await (const message of messages(response)) {
+      for await (const message of messages(response, SILENCE)) {
         const data = JSON.parse(message.data);
         feed.state = message.event === "snapshot" ? data : merged(feed.state, data);
         feed.status = "live";

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import requests
 from console import ADMIN, KEYS, USER, WIDE, Load, browsing, bury, catalogue, child, page_of, serious_faults
-from playwright.sync_api import Browser, Page, ViewportSize, expect
+from playwright.sync_api import Browser, Page, Route, ViewportSize, expect
 from serving import Served, serving
 
 PANELS = ("", "requests", "queue", "models", "workers", "letters", "chat")
@@ -168,6 +168,12 @@ def test_dead_letters_are_shown_retried_and_dropped(served: Served, page: Page) 
     page.get_by_title("Drop dead letter 2").click()
     page.get_by_role("dialog").get_by_role("button", name="Drop").click()
     expect(page.get_by_text("No dead letters")).to_be_visible()
+    bury(served, "lost-3", "main")
+    bury(served, "lost-4", "main")
+    page.get_by_role("button", name="Retry all").click()
+    page.get_by_role("dialog").get_by_role("button", name="Retry all").click()
+    expect(page.locator(".toast", has_text="Sent 2 dead letters on their way again.")).to_be_visible()
+    expect(page.locator(".toast", has_text="Sent again as lost-3")).to_have_count(0)
     show(page, "requests/acme/lost-1-r1")
     expect(page.locator(".detail .badge").first).to_have_text("completed")
 
@@ -181,7 +187,7 @@ def test_a_chat_goes_on_when_the_bridge_is_killed(served: Served, page: Page) ->
     answer = page.locator(".turn.assistant .text").last
     expect(answer).to_contain_text("word2")
     child(served, "front").kill()
-    expect(page.locator(".turn.assistant .badge", has_text="nothing lost")).to_be_visible()
+    expect(page.locator(".turn.assistant .badge", has_text="resumed once, nothing lost")).to_be_visible()
     body: dict[str, Any] = {"model": "main", "messages": [{"role": "user", "content": words}]}
     headers = {"Authorization": f"Bearer {ADMIN}"}
     with ThreadPoolExecutor(1) as pool:  # beside the other, as each takes seconds
@@ -245,16 +251,88 @@ def test_what_has_the_focus_keeps_it_while_the_list_changes(served: Served, page
         assert requests.delete(f"{served.url}/v1/streams/{name}", headers=headers, timeout=60).ok
 
 
+def test_a_broken_address_an_early_pause_and_the_skip_link_do_no_harm(page: Page) -> None:
+    held: list[Route] = []
+    page.route("**/server/events", lambda route: held.append(route))
+    show(page, "requests/acme/100%")
+    page.reload()
+    expect(page.get_by_text("One moment")).to_be_visible()
+    page.locator("body").press("p")  # there is nothing yet to stand still
+    for route in held:
+        route.continue_()
+    expect(page.locator(".detail h2")).to_have_text("100%")
+    page.get_by_role("link", name="Skip to the content").press("Enter")
+    expect(page.locator("main.requests")).to_be_focused()
+
+
+def test_what_fails_for_a_moment_is_asked_for_again(served: Served, page: Page) -> None:
+    headers = {"Authorization": f"Bearer {USER}"}
+    body = {"model": "main", "prompt": "x", "max_tokens": 1}
+    name = requests.post(f"{served.url}/v1/completions", json=body, headers=headers, timeout=60).headers["x-request-id"]
+    away = {"error": {"message": "The broker is away."}}
+    page.route("**/trace?*", lambda route: route.fulfill(status=503, json=away), times=1)
+    page.clock.install()
+    show(page, f"requests/acme/{name}")
+    expect(page.locator(".detail .fault")).to_have_text("The broker is away.")
+    expect(page.locator(".detail .badge").first).to_have_text("completed")
+    expect(page.locator(".detail .fault")).to_have_count(0)
+
+    front = child(served, "front")
+    front.suspend()  # its connections stay, and are silent
+    try:
+        page.clock.fast_forward(20_000)
+        expect(page.locator(".status")).to_have_text("Reconnecting…")
+    finally:
+        front.resume()
+    expect(page.locator(".status")).to_have_text("Live")
+
+
+def test_a_chat_keeps_its_model_and_what_is_typed_and_stops_while_it_waits(served: Served, page: Page) -> None:
+    page.add_init_script("delete Crypto.prototype.randomUUID")  # as on a page that another machine sends without TLS
+    page.reload()
+    show(page, "chat")
+    message = page.get_by_label("Your message")
+    page.get_by_label("Model").select_option("spare")
+    message.fill("hello")
+    message.dispatch_event("keydown", {"key": "Enter", "keyCode": 229})  # it ends the composition of a word
+    show(page, "models")
+    show(page, "chat")
+    expect(page.get_by_label("Model")).to_have_value("spare")
+    expect(message).to_have_value("hello")
+    page.get_by_label("Model").select_option("main")
+    with Load(served, "main", 14, max_tokens=200):
+        show(page, "queue")
+        expect(page.locator("td.position").first).to_have_text("1")
+        show(page, "chat")
+        message.press("Enter")
+        expect(page.locator(".turn.assistant .badge")).to_have_text(re.compile("waiting"))
+        page.get_by_role("button", name="Stop").click()
+        expect(page.locator(".turn.assistant .badge")).to_have_text("stopped")
+        show(page, "requests")
+        page.get_by_label("Filter the requests").fill("op main")
+        expect(page.locator("tbody .badge")).to_have_text("cancelled")
+        show(page, "chat")
+    message.fill("once more")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        message.press("Enter")
+    assert asked.value.post_data_json["messages"] == [{"role": "user", "content": "once more"}]
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+
+
 def test_it_asks_for_a_key_and_takes_no_other(browser: Browser, served: Served) -> None:
     context = browser.new_context(viewport=WIDE)
     page = context.new_page()
     page.goto(served.url)
     expect(page.get_by_text("This server wants an API key")).to_be_visible()
-    for key, status in (("sk-user-of-acme", "Key needed"), (ADMIN, "Live")):
+    for key, status in (("sk-user-of-acme", "Key needed"), ("ключ", "Key needed"), (ADMIN, "Live")):
         page.get_by_role("button", name="Enter a key").click()
         page.get_by_role("dialog").get_by_label("Key").fill(key)
         page.get_by_role("dialog").get_by_role("button", name="Save").click()
         expect(page.locator(".status")).to_have_text(status)
+    button = page.get_by_role("button", name="API key")
+    button.click()
+    page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+    expect(button).to_be_focused()
     context.close()
 
 
