@@ -11,6 +11,7 @@ let wanted = ""; // the model that the operator has chosen, which may be away fo
 let model = "";
 let draft = "";
 let stop = null; // aborts the answer that is being read
+let id = ""; // of the request that is being answered, once the server has told it
 
 export function chat(state) {
   const names = Object.keys(state.models ?? {}).sort();
@@ -74,7 +75,7 @@ async function read(answer, body) {
   // Names the request, so that a repetition before its first event is no second one. Browsers have `randomUUID` for pages
   // of this host and those over TLS alone.
   const same = crypto.getRandomValues(new Uint32Array(4)).join("-");
-  let id = "";
+  id = "";
   let last = "";
   let isBroken = false;
   while (answer.state === "running") {
@@ -98,7 +99,7 @@ async function read(answer, body) {
       if (signal.aborted) {
         answer.state = "cancelled";
         answer.note = "stopped";
-        cancel(id);
+        cancel();
       } else if (error instanceof Refused && error.status !== 503) {
         answer.state = "failed";
         answer.note = error.message;
@@ -128,8 +129,8 @@ function take(answer, event, data) {
   }
 }
 
-function cancel(id) {
-  if (id) ask(`/v1/streams/${encodeURIComponent(id)}`, { method: "DELETE" }).catch(() => {});
+function cancel() {
+  if (id) ask(`/v1/streams/${encodeURIComponent(id)}`, { method: "DELETE", keepalive: true }).catch(() => {});
 }
 
 function clear() {
@@ -145,3 +146,8 @@ function shown() {
     requestAnimationFrame(() => requestAnimationFrame(() => { log.scrollTop = log.scrollHeight; }));
   }
 }
+
+// Nobody can read the rest of an answer whose page is gone.
+addEventListener("pagehide", (event) => {
+  if (stop && !event.persisted) cancel();
+});

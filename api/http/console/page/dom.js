@@ -10,11 +10,18 @@ export function h(tag, props, ...children) {
 }
 
 // The described children of `target` replace those that were described there before. What has the focus keeps it,
-// also where its row has moved.
+// also where its row has moved. If it vanishes with its row, the first part of the next one gets the focus, so that a key
+// that comes late cancels no other request; without a next one, `main`.
 export function render(target, ...children) {
   const focused = document.activeElement;
+  const row = focused?.closest("tbody tr");
+  const rows = row ? [...row.parentNode.children] : [];
   patchChildren(target, normal(children));
-  if (focused !== document.activeElement && focused?.isConnected) focused.focus({ preventScroll: true });
+  if (focused === document.activeElement) return;
+  const place = rows.indexOf(row);
+  const next = [...rows.slice(place), ...rows.slice(0, Math.max(0, place)).reverse()].find((each) => each.isConnected);
+  const heir = focused?.isConnected ? focused : next?.querySelector("a, button") ?? target.querySelector("main");
+  heir?.focus({ preventScroll: true });
 }
 
 // What is not shown (`condition && h(…)`) keeps its place as null, so that those behind it stay the elements they are.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -110,9 +112,10 @@ def test_a_waiting_request_is_cancelled(served: Served, page: Page) -> None:
         expect(last.locator("td.position")).to_have_text(some)
         link = last.locator("a.id")
         name = str(link.get_attribute("title"))
-        page.get_by_title(f"Cancel {name}").click()
+        page.get_by_title(f"Cancel {name}").press("Enter")
         expect(page.locator(".toast")).to_contain_text("is cancelled")
         expect(page.locator(f"a.id[title='{name}']")).to_have_count(0)
+        expect(page.locator("tbody a.id:focus")).to_be_visible()  # of another request
         show(page, f"requests/acme/{name}")
         expect(page.locator(".detail .badge").first).to_have_text("cancelled")
 
@@ -186,6 +189,7 @@ def test_a_chat_goes_on_when_the_bridge_is_killed(served: Served, page: Page) ->
     page.get_by_label("Your message").press("Enter")
     answer = page.locator(".turn.assistant .text").last
     expect(answer).to_contain_text("word2")
+    page.route("**/v1/chat/completions", lambda route: route.abort(), times=2)  # attempts that fail do not count
     child(served, "front").kill()
     expect(page.locator(".turn.assistant .badge", has_text="resumed once, nothing lost")).to_be_visible()
     body: dict[str, Any] = {"model": "main", "messages": [{"role": "user", "content": words}]}
@@ -265,6 +269,47 @@ def test_a_broken_address_an_early_pause_and_the_skip_link_do_no_harm(page: Page
     expect(page.locator("main.requests")).to_be_focused()
 
 
+def test_names_of_any_length_and_content_keep_every_panel_usable(browser: Browser, served: Served) -> None:
+    evil, long = "<img src=x onerror='window.harmed = 1'>%/#?", "x" * 250
+    now = time.time()
+    one = {"tenant": "acme", "created": now, "model": long, "worker": long, "tokens": 1, "takeovers": 0}
+    worker = {"host": long, "pid": 1, "capacity": 2, "active": 1, "revision": 1}
+    letter = {"stage": "validate", "reason": evil + long * 9, "requests": [evil] * 40, "deliveries": 5}
+    state = {
+        "server": {"version": "1", "now": now, "loads_models": True},
+        "pipeline": {long: {"index": 0, "copies": 0, "rate": 1, "waiting": 1}},
+        "requests": {
+            f"acme/{state}": one | {"id": state, "state": state, "reason": evil}
+            for state in ("waiting", "running", "failed")
+        },
+        "counts": {"waiting": 12345},
+        "models": {
+            name: {"id": name, "state": "failed", "last_error": long * 9, "swap": {"state": "failed", "source": long}}
+            for name in (evil, long)
+        },
+        "workers": {evil: worker | {"state": "dead", "model": evil}, long: worker | {"state": "live", "model": long}},
+        "letters": {str(number): letter | {"number": number} for number in (1, 2)},
+        "figures": {},
+    }
+    feed = f"event: snapshot\ndata: {json.dumps(state)}\n\n"
+    context = browser.new_context(viewport=ViewportSize(width=320, height=640), forced_colors="active")
+    page = context.new_page()
+    page.route("**/server/events", lambda route: route.fulfill(content_type="text/event-stream", body=feed))
+    page.goto(served.url)
+    for panel in PANELS:
+        show(page, panel)
+        expect(page.locator("main section, main article").first).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 320, panel
+        assert serious_faults(page) == []
+    show(page, "workers")
+    full = "getComputedStyle(document.querySelector('.meter span')).backgroundColor"
+    assert page.evaluate(full) != page.evaluate("getComputedStyle(document.querySelector('.meter')).backgroundColor")
+    page.emulate_media(forced_colors="none")
+    assert serious_faults(page) == []
+    assert page.evaluate("window.harmed") is None
+    context.close()
+
+
 def test_what_fails_for_a_moment_is_asked_for_again(served: Served, page: Page) -> None:
     headers = {"Authorization": f"Bearer {USER}"}
     body = {"model": "main", "prompt": "x", "max_tokens": 1}
@@ -300,9 +345,10 @@ def test_a_chat_keeps_its_model_and_what_is_typed_and_stops_while_it_waits(serve
     expect(page.get_by_label("Model")).to_have_value("spare")
     expect(message).to_have_value("hello")
     page.get_by_label("Model").select_option("main")
-    with Load(served, "main", 14, max_tokens=200):
-        show(page, "queue")
-        expect(page.locator("td.position").first).to_have_text("1")
+    with Load(served, "main", 14, max_tokens=2000):
+        show(page, "workers")
+        for each in page.locator(".card", has_text="main").all():
+            expect(each.locator(".gauge b").first).to_have_text("2 of 2")
         show(page, "chat")
         message.press("Enter")
         expect(page.locator(".turn.assistant .badge")).to_have_text(re.compile("waiting"))
@@ -310,13 +356,20 @@ def test_a_chat_keeps_its_model_and_what_is_typed_and_stops_while_it_waits(serve
         expect(page.locator(".turn.assistant .badge")).to_have_text("stopped")
         show(page, "requests")
         page.get_by_label("Filter the requests").fill("op main")
-        expect(page.locator("tbody .badge")).to_have_text("cancelled")
+        expect(page.locator("tbody .badge").first).to_have_text("cancelled")
         show(page, "chat")
     message.fill("once more")
     with page.expect_request("**/v1/chat/completions") as asked:
         message.press("Enter")
     assert asked.value.post_data_json["messages"] == [{"role": "user", "content": "once more"}]
     expect(page.get_by_role("button", name="Send")).to_be_visible()
+    message.fill("a long one " * 90)
+    message.press("Enter")
+    expect(page.locator(".turn.assistant .text").last).to_contain_text("a long")
+    page.reload()
+    show(page, "requests")
+    page.get_by_label("Filter the requests").fill("op main")
+    expect(page.locator("tbody .badge").first).to_have_text("cancelled")
 
 
 def test_it_asks_for_a_key_and_takes_no_other(browser: Browser, served: Served) -> None:
