@@ -312,7 +312,7 @@ def test_names_of_any_length_and_content_keep_every_panel_usable(browser: Browse
 
 def test_what_fails_for_a_moment_is_asked_for_again(served: Served, page: Page) -> None:
     headers = {"Authorization": f"Bearer {USER}"}
-    body = {"model": "main", "prompt": "x", "max_tokens": 1}
+    body: dict[str, Any] = {"model": "main", "prompt": "x", "max_tokens": 1}
     name = requests.post(f"{served.url}/v1/completions", json=body, headers=headers, timeout=60).headers["x-request-id"]
     away = {"error": {"message": "The broker is away."}}
     page.route("**/trace?*", lambda route: route.fulfill(status=503, json=away), times=1)
@@ -361,7 +361,8 @@ def test_a_chat_keeps_its_model_and_what_is_typed_and_stops_while_it_waits(serve
     message.fill("once more")
     with page.expect_request("**/v1/chat/completions") as asked:
         message.press("Enter")
-    assert asked.value.post_data_json["messages"] == [{"role": "user", "content": "once more"}]
+    body = asked.value.post_data_json
+    assert body and body["messages"] == [{"role": "user", "content": "once more"}]
     expect(page.get_by_role("button", name="Send")).to_be_visible()
     message.fill("a long one " * 90)
     message.press("Enter")
