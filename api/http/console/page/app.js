@@ -28,6 +28,7 @@ const STATUS = { live: "Live", connecting: "Connectingâ€¦", away: "Reconnectingâ
 const app = document.getElementById("app");
 let asksForKey = false;
 let drawing = false;
+let version = ""; // of the server that sent this page
 let frozen = null; // the state that is shown while the page is paused
 
 // Draw soon: many changes at once are drawn together.
@@ -49,7 +50,7 @@ function draw() {
       h("a", { class: "brand", href: "#/", title: "Penstock" }, h("img", { src: "console/icon.svg", alt: "", width: 28, height: 28 }),
         h("span", {}, "Penstock")),
       h("ul", {}, PANELS.map((each) => entry(each, each === panel))),
-      h("p", { class: "version" }, feed.state.server ? `Version ${feed.state.server.version}` : "")),
+      h("p", { class: "version" }, served())),
     h("div", { class: "body" },
       h("header", { class: "top" },
         h("h1", {}, panel.title),
@@ -62,6 +63,20 @@ function draw() {
           { kind: "plain", title: "API key" })),
       h("main", { id: "main", tabindex: -1, key: panel.path, class: `view ${panel.path || "overview"}` }, content(panel, rest))),
     asksForKey && keyDialog());
+}
+
+// The server's version; another one than the page's may tell what the page does not know.
+function served() {
+  const newest = feed.state.server?.version;
+  if (!newest) return "";
+  version ||= newest;
+  return newest === version ? `Version ${newest}`
+    : h("a", { href: "", onclick: reload }, `Version ${newest} runs: load this page again`);
+}
+
+function reload(event) {
+  event.preventDefault();
+  location.reload();
 }
 
 function entry(panel, current) {
@@ -82,7 +97,7 @@ function content(panel, rest) {
   if (!state.pipeline && panel.path !== "chat") {
     return h("div", { class: "empty", key: "wait" },
       h("p", { class: "empty-title" }, feed.status === "away" ? "The server does not answer" : "One moment"),
-      h("p", {}, feed.state.server?.connected === false ? "It waits for its message broker." : "The page connects as soon as it can."));
+      h("p", {}, feed.state.server?.connected === false ? "It waits for its message broker." : feed.reason || "The page connects as soon as it can."));
   }
   return panel.view(state, rest);
 }

@@ -9,7 +9,7 @@ const REMEMBERED = 600; // points of each plot
 export const feed = {
   state: {}, // the newest document
   status: "connecting", // or "live", "away", or "locked" where a key is missing
-  reason: "", // why it is locked
+  reason: "", // why the server has refused, if it has
   history: [], // of the figures, the oldest first
   skew: 0, // the server's clock less ours, in seconds
 };
@@ -31,7 +31,7 @@ export async function follow(changed) {
       }
     } catch (error) {
       feed.status = error instanceof Refused && [401, 403].includes(error.status) ? "locked" : "away";
-      feed.reason = error.message;
+      feed.reason = error instanceof Refused ? error.message : "";
     }
     if (feed.status === "live") feed.status = "away";
     changed();

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
@@ -262,6 +263,9 @@ def test_a_broken_address_an_early_pause_and_the_skip_link_do_no_harm(page: Page
     page.reload()
     expect(page.get_by_text("One moment")).to_be_visible()
     page.locator("body").press("p")  # there is nothing yet to stand still
+    held.pop().fulfill(status=502)
+    expect(page.get_by_text("The server answered with status 502.")).to_be_visible()
+    page.unroute("**/server/events")
     for route in held:
         route.continue_()
     expect(page.locator(".detail h2")).to_have_text("100%")
@@ -275,8 +279,8 @@ def test_names_of_any_length_and_content_keep_every_panel_usable(browser: Browse
     one = {"tenant": "acme", "created": now, "model": long, "worker": long, "tokens": 1, "takeovers": 0}
     worker = {"host": long, "pid": 1, "capacity": 2, "active": 1, "revision": 1}
     letter = {"stage": "validate", "reason": evil + long * 9, "requests": [evil] * 40, "deliveries": 5}
-    state = {
-        "server": {"version": "1", "now": now, "loads_models": True},
+    state: dict[str, Any] = {
+        "server": {"now": now, "loads_models": True},
         "pipeline": {long: {"index": 0, "copies": 0, "rate": 1, "waiting": 1}},
         "requests": {
             f"acme/{state}": one | {"id": state, "state": state, "reason": evil}
@@ -291,10 +295,15 @@ def test_names_of_any_length_and_content_keep_every_panel_usable(browser: Browse
         "letters": {str(number): letter | {"number": number} for number in (1, 2)},
         "figures": {},
     }
-    feed = f"event: snapshot\ndata: {json.dumps(state)}\n\n"
+    versions = chain("1", repeat("2"))
+
+    def tell(route: Route) -> None:
+        state["server"]["version"] = next(versions)
+        route.fulfill(content_type="text/event-stream", body=f"event: snapshot\ndata: {json.dumps(state)}\n\n")
+
     context = browser.new_context(viewport=ViewportSize(width=320, height=640), forced_colors="active")
     page = context.new_page()
-    page.route("**/server/events", lambda route: route.fulfill(content_type="text/event-stream", body=feed))
+    page.route("**/server/events", tell)
     page.goto(served.url)
     for panel in PANELS:
         show(page, panel)
@@ -307,6 +316,9 @@ def test_names_of_any_length_and_content_keep_every_panel_usable(browser: Browse
     page.emulate_media(forced_colors="none")
     assert serious_faults(page) == []
     assert page.evaluate("window.harmed") is None
+    page.set_viewport_size(WIDE)
+    page.get_by_role("link", name="Version 2 runs").click()
+    expect(page.locator(".version")).to_have_text("Version 2")
     context.close()
 
 
