@@ -39,6 +39,11 @@ function keyOf(node, index) {
 function patchChildren(parent, children) {
   const before = parent.described ?? new Map();
   const after = new Map();
+  const wanted = new Map(children.map((node, index) => [node && keyOf(node, index), node]));
+  for (const [key, { tag, element }] of before) {
+    // At once, so that those behind it need not move: a move breaks the composition of a word in them.
+    if (!wanted.has(key) || wanted.get(key).tag !== tag) element.remove();
+  }
   let place = parent.firstChild;
   children.forEach((node, index) => {
     if (!node) return;
@@ -53,11 +58,8 @@ function patchChildren(parent, children) {
     }
     patch(element, node);
   });
-  const kept = new Set([...after.values()].map((each) => each.element));
-  for (const { element } of before.values()) {
-    if (!kept.has(element)) element.remove();
-  }
   if (!parent.described) {
+    const kept = new Set([...after.values()].map((each) => each.element));
     [...parent.childNodes].filter((each) => !kept.has(each)).forEach((each) => each.remove());
   }
   parent.described = after;

@@ -244,6 +244,13 @@ def test_what_has_the_focus_keeps_it_while_the_list_changes(served: Served, page
     expect(note).to_have_count(0)  # it stood before the search
     expect(search).to_be_focused()
     search.fill("")
+    expect(note).to_have_count(1)
+    keyboard = page.context.new_cdp_session(page)
+    for text in ("に", "にほ"):  # a word that is composed of several keys
+        keyboard.send("Input.imeSetComposition", {"text": text, "selectionStart": len(text), "selectionEnd": len(text)})
+        expect(note).to_have_count(0)
+    expect(search).to_have_value("にほ")
+    search.fill("")
 
     with ask(600) as older, ask(30) as newer:
         link = page.locator(f"a.id[title='{older.headers['x-request-id']}']")
