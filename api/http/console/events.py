@@ -14,7 +14,7 @@ from fastapi.responses import StreamingResponse
 
 from ....schemas.wire.merge_patch import Document, merge_patch
 from ..metrics import MetricsRoutes
-from ..models.catalogue import check_admin
+from ..models.catalogue import check_admin, is_admin_still
 from ..openapi import STREAMED, refusals
 from ..requests import Gateway
 from .overview import Overview
@@ -41,7 +41,7 @@ class EventRoutes:
         told: Document | None = None
         async with contextlib.aclosing(self._overview.watch()) as documents:
             async for document in documents:
-                if await request.is_disconnected() or self._gateway.bridge.draining:
+                if await request.is_disconnected() or self._gateway.bridge.draining or not is_admin_still(request):
                     return
                 if told is None:
                     yield b"event: snapshot\ndata: " + orjson.dumps(document) + b"\n\n"

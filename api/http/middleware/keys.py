@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import structlog
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -31,7 +33,10 @@ def is_page(path: str) -> bool:
 
 
 class Authentication:
-    """ASGI middleware: refuses a request without a known key; puts the tenant of any other into its scope's state."""
+    """ASGI middleware: refuses a request without a known key; puts the tenant of any other into its scope's state.
+
+    `owner_now` there looks the key up again, for answers that outlive it.
+    """
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self.app = app
@@ -54,6 +59,9 @@ class Authentication:
                 await response(scope, receive, send)
                 return
             scope.setdefault("state", {}).update(
-                tenant=owner.tenant, max_priority=owner.max_priority, admin=owner.admin
+                tenant=owner.tenant,
+                max_priority=owner.max_priority,
+                admin=owner.admin,
+                owner_now=partial(self.keys.owner, headers),
             )
         await self.app(scope, receive, send)

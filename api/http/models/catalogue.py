@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from pydantic import ConfigDict, Field
 
 from ....config.catalogue import parse_model
-from ....schemas.errors import ConfigurationError, Conflict, Forbidden, InvalidRequest, ModelNotFound
+from ....schemas.errors import ConfigurationError, Conflict, Forbidden, InvalidRequest, ModelNotFound, Unauthorized
 from ....schemas.models.catalogue import Catalogue, CatalogueEntry, RevisionKey
 from ....schemas.models.model_state import ModelState
 from ....schemas.openai.body import Body
@@ -161,6 +161,15 @@ def check_admin(request: Request) -> None:
     """Raises `Forbidden` for a key that may not operate the server."""
     if not getattr(request.state, "admin", True):
         raise Forbidden("This key may not operate the server; use one with the word admin.", code="not_admin")
+
+
+def is_admin_still(request: Request) -> bool:
+    """Whether the key of a request that `check_admin` has passed is known and may operate the server even now."""
+    owner_now = getattr(request.state, "owner_now", None)  # None where no keys are used
+    try:
+        return owner_now is None or owner_now().admin
+    except Unauthorized:
+        return False
 
 
 def not_catalogued(name: str) -> InvalidRequest:

@@ -1,4 +1,16 @@
-// What stands behind the `?` of the address, so that a link to a list shows the same list.
+// What the address says: the panel and what it shows, and behind the `?` how, so that a link to a list shows the same list.
+
+export function steps() {
+  return location.hash.split("?")[0].replace(/^#\/?/, "").split("/").map(decoded);
+}
+
+function decoded(step) {
+  try {
+    return decodeURIComponent(step);
+  } catch {
+    return step; // somebody has typed a `%`
+  }
+}
 
 function parameters() {
   return new URLSearchParams(location.hash.split("?")[1]);

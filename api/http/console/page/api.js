@@ -20,12 +20,13 @@ export function setKey(value) {
 
 // The response of a request whose path begins behind that of the page, as a proxy may have put both below another one;
 // raises `Refused` for an error, and a `TypeError` while the server is away.
-export async function ask(path, { method = "GET", body, headers = {}, signal } = {}) {
+export async function ask(path, { method = "GET", body, headers = {}, signal, keepalive } = {}) {
+  if (/[^\x20-\xff]/.test(key())) throw new Refused(401, "No API key has these characters."); // nor can they be sent
   const all = { ...headers };
   if (key()) all.authorization = `Bearer ${key()}`;
   if (body !== undefined) all["content-type"] = "application/json";
   const response = await fetch(new URL(`.${path}`, document.baseURI), {
-    method, headers: all, signal, body: body === undefined ? undefined : JSON.stringify(body), cache: "no-store",
+    method, headers: all, signal, keepalive, body: body === undefined ? undefined : JSON.stringify(body), cache: "no-store",
   });
   if (!response.ok) throw new Refused(response.status, await reason(response));
   return response;
@@ -43,13 +44,15 @@ async function reason(response) {
   }
 }
 
-// The messages of a stream of server-sent events, one after another, with their `id`, `event` and `data`.
-export async function* messages(response) {
+// The messages of a stream of server-sent events, one after another, with their `id`, `event` and `data`. After `silence`
+// milliseconds without a word it ends: a connection that a sleep or a router has cut may never say so.
+export async function* messages(response, silence) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
     while (true) {
-      const { done, value } = await reader.read();
+      const late = setTimeout(() => reader.cancel().catch(() => {}), silence);
+      const { done, value } = await reader.read().finally(() => clearTimeout(late));
       if (done) return;
       const blocks = (rest + value).split("\n\n");
       rest = blocks.pop();

@@ -1,6 +1,6 @@
 // The page: a frame with the panels, which shows what the feed brings.
 
-import { link } from "./address.js";
+import { link, steps } from "./address.js";
 import { key, setKey } from "./api.js";
 import { h, render } from "./dom.js";
 import { feed, follow, reconnect } from "./feed.js";
@@ -28,6 +28,7 @@ const STATUS = { live: "Live", connecting: "Connecting…", away: "Reconnecting�
 const app = document.getElementById("app");
 let asksForKey = false;
 let drawing = false;
+let version = ""; // of the server that sent this page
 let frozen = null; // the state that is shown while the page is paused
 
 // Draw soon: many changes at once are drawn together.
@@ -41,7 +42,7 @@ export function redraw() {
 }
 
 function draw() {
-  const [path, ...rest] = location.hash.split("?")[0].replace(/^#\/?/, "").split("/").map(decodeURIComponent);
+  const [path, ...rest] = steps();
   const panel = PANELS.find((each) => each.path === path) ?? PANELS[0];
   document.title = `${panel.title} · Penstock`;
   render(app,
@@ -49,7 +50,7 @@ function draw() {
       h("a", { class: "brand", href: "#/", title: "Penstock" }, h("img", { src: "console/icon.svg", alt: "", width: 28, height: 28 }),
         h("span", {}, "Penstock")),
       h("ul", {}, PANELS.map((each) => entry(each, each === panel))),
-      h("p", { class: "version" }, feed.state.server ? `Version ${feed.state.server.version}` : "")),
+      h("p", { class: "version" }, served())),
     h("div", { class: "body" },
       h("header", { class: "top" },
         h("h1", {}, panel.title),
@@ -62,6 +63,20 @@ function draw() {
           { kind: "plain", title: "API key" })),
       h("main", { id: "main", tabindex: -1, key: panel.path, class: `view ${panel.path || "overview"}` }, content(panel, rest))),
     asksForKey && keyDialog());
+}
+
+// The server's version; another one than the page's may tell what the page does not know.
+function served() {
+  const newest = feed.state.server?.version;
+  if (!newest) return "";
+  version ||= newest;
+  return newest === version ? `Version ${newest}`
+    : h("a", { href: "", onclick: reload }, `Version ${newest} runs: load this page again`);
+}
+
+function reload(event) {
+  event.preventDefault();
+  location.reload();
 }
 
 function entry(panel, current) {
@@ -78,31 +93,33 @@ function content(panel, rest) {
       h("p", { class: "empty-title" }, "This server wants an API key"),
       h("p", {}, feed.reason), button("Enter a key", () => ask(true), { kind: "primary" }));
   }
-  if (!feed.state.pipeline && panel.path !== "chat") {
+  const state = frozen ?? feed.state;
+  if (!state.pipeline && panel.path !== "chat") {
     return h("div", { class: "empty", key: "wait" },
       h("p", { class: "empty-title" }, feed.status === "away" ? "The server does not answer" : "One moment"),
-      h("p", {}, feed.state.server?.connected === false ? "It waits for its message broker." : "The page connects as soon as it can."));
+      h("p", {}, feed.state.server?.connected === false ? "It waits for its message broker." : feed.reason || "The page connects as soon as it can."));
   }
-  return panel.view(frozen ?? feed.state, rest);
+  return panel.view(state, rest);
 }
 
 function keyDialog() {
+  const close = (event) => event.target.closest("dialog").close(); // which gives the focus back
   const save = (event) => {
     event.preventDefault();
     setKey(event.target.elements.key.value.trim());
-    ask(false);
+    close(event);
     reconnect();
     redraw();
   };
   return h("dialog", {
     class: "dialog", key: "key", "aria-labelledby": "key-title", onclose: () => ask(false),
-    ref: (element) => element.open || element.showModal(),
+    ref: (element) => element.showModal(),
   },
   h("form", { onsubmit: save },
     h("h2", { id: "key-title" }, "API key"),
     h("p", {}, "A key with the word admin, as penstock key TENANT --admin makes it. It stays in this tab."),
     h("label", {}, "Key", h("input", { name: "key", type: "password", autocomplete: "off", placeholder: key() ? "a key is set" : "sk-…" })),
-    h("div", { class: "dialog-buttons" }, button("Cancel", () => ask(false)),
+    h("div", { class: "dialog-buttons" }, button("Cancel", close),
       h("button", { class: "button primary", type: "submit" }, "Save"))));
 }
 
@@ -113,6 +130,7 @@ function ask(wanted) {
 
 // Let the page stand still; what comes meanwhile is shown afterwards.
 function pause() {
+  if (!feed.state.pipeline && !frozen) return;
   frozen = frozen ? null : feed.state;
   redraw();
 }
@@ -153,6 +171,10 @@ addEventListener("hashchange", () => {
   scrollTo(0, 0);
 });
 addEventListener("keydown", pressed);
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault(); // the address says which panel is shown
+  document.getElementById("main").focus();
+});
 document.addEventListener("redraw", redraw);
 draw();
 follow(() => frozen || redraw());

@@ -5,26 +5,34 @@ import { h } from "./dom.js";
 import { badge, button, panel } from "./parts.js";
 
 const AGAIN = 500; // milliseconds between two attempts to connect
-const talk = []; // { role, text, thoughts, state, note, resumed }
+const SILENCE = 60_000; // milliseconds; the server sends a comment at least every 15 s, unless it is set up otherwise
+const talk = []; // { role, text, thoughts, state, note, resumed }, questions and answers in turn
+let wanted = ""; // the model that the operator has chosen, which may be away for a while
 let model = "";
+let draft = "";
 let stop = null; // aborts the answer that is being read
+let id = ""; // of the request that is being answered, once the server has told it
 
 export function chat(state) {
   const names = Object.keys(state.models ?? {}).sort();
-  if (!names.includes(model)) model = names[0] ?? "";
+  model = names.includes(wanted) ? wanted : names[0] ?? "";
   return panel("Chat", {
     key: "chat", wide: true,
     note: "kill the bridge in the middle: the answer goes on",
     actions: [
       h("label", { class: "choice" }, h("span", { class: "hidden" }, "Model"),
-        h("select", { onchange: (event) => { model = event.target.value; } }, names.map((each) => h("option", { key: each, value: each }, each)))),
+        h("select", { onchange: (event) => { model = wanted = event.target.value; } }, names.map((each) =>
+          h("option", { key: each, value: each, selected: each === model }, each)))),
       button("New chat", clear, { disabled: !talk.length }),
     ],
   },
   h("div", { class: "talk", tabindex: 0, role: "log", "aria-label": "Conversation" },
     talk.length ? talk.map(turn) : h("p", { class: "note" }, "Ask the model something. Enter sends, Shift and Enter begin a new line.")),
   h("form", { class: "compose", onsubmit: send },
-    h("textarea", { name: "text", rows: 2, placeholder: "Your message", "aria-label": "Your message", required: true, onkeydown: entered }),
+    h("textarea", {
+      rows: 2, placeholder: "Your message", "aria-label": "Your message", required: true, value: draft,
+      oninput: (event) => { draft = event.target.value; }, onkeydown: entered,
+    }),
     stop ? button("Stop", () => stop.abort(), { kind: "danger", key: "stop" })
       : h("button", { class: "button primary", type: "submit", key: "send", disabled: !model }, "Send")));
 }
@@ -39,7 +47,8 @@ function turn(each, index) {
 }
 
 function entered(event) {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+  const isComposing = event.isComposing || event.keyCode === 229; // Safari ends a composition before its Enter
+  if (event.key === "Enter" && !event.shiftKey && !isComposing) {
     event.preventDefault();
     event.target.form.requestSubmit();
   }
@@ -47,14 +56,15 @@ function entered(event) {
 
 function send(event) {
   event.preventDefault();
-  const field = event.target.elements.text;
-  const text = field.value.trim();
+  const text = draft.trim();
   if (!text || stop) return;
-  field.value = "";
+  draft = "";
   talk.push({ role: "user", text });
   const answer = { role: "assistant", text: "", thoughts: "", model, state: "running", note: "", resumed: 0 };
-  const history = talk.map(({ role, text: content }) => ({ role, content }));
+  const answered = talk.filter((_, index) => talk[index | 1]?.text !== ""); // the others would only fail again
+  const history = answered.map(({ role, text: content }) => ({ role, content }));
   talk.push(answer);
+  shown();
   read(answer, { model, messages: history, stream: true });
 }
 
@@ -62,18 +72,25 @@ function send(event) {
 async function read(answer, body) {
   stop = new AbortController();
   const { signal } = stop;
-  const same = crypto.randomUUID(); // names the request, so that a repetition before its first event is no second one
+  // Names the request, so that a repetition before its first event is no second one. Browsers have `randomUUID` for pages
+  // of this host and those over TLS alone.
+  const same = crypto.getRandomValues(new Uint32Array(4)).join("-");
+  id = "";
   let last = "";
+  let isBroken = false;
   while (answer.state === "running") {
     const headers = { "Penstock-Resumable": "true", "Penstock-Events": "true", "Idempotency-Key": same };
     if (last) headers["Last-Event-ID"] = last;
     else answer.text = answer.thoughts = "";
     try {
       const response = await ask("/v1/chat/completions", { method: "POST", body, headers, signal });
+      id = response.headers.get("x-request-id");
       answer.note = "";
-      for await (const message of messages(response)) {
+      if (isBroken && last) answer.resumed += 1;
+      isBroken = false;
+      for await (const message of messages(response, SILENCE)) {
         if (message.id) last = message.id;
-        if (message.data === "[DONE]") answer.state = "completed";
+        if (message.data === "[DONE]") Object.assign(answer, { state: "completed", note: "" });
         else take(answer, message.event, JSON.parse(message.data));
         shown();
       }
@@ -82,13 +99,13 @@ async function read(answer, body) {
       if (signal.aborted) {
         answer.state = "cancelled";
         answer.note = "stopped";
-        cancel(last);
+        cancel();
       } else if (error instanceof Refused && error.status !== 503) {
         answer.state = "failed";
         answer.note = error.message;
       } else {
-        answer.resumed += last ? 1 : 0;
-        answer.note = "the connection is gone, reconnecting";
+        isBroken = true;
+        answer.note = error instanceof Refused ? error.message : "the connection is gone, reconnecting";
         shown();
         await new Promise((resolve) => setTimeout(resolve, AGAIN));
       }
@@ -112,9 +129,8 @@ function take(answer, event, data) {
   }
 }
 
-function cancel(last) {
-  const id = last.split("/")[0];
-  if (id) ask(`/v1/streams/${encodeURIComponent(id)}`, { method: "DELETE" }).catch(() => {});
+function cancel() {
+  if (id) ask(`/v1/streams/${encodeURIComponent(id)}`, { method: "DELETE", keepalive: true }).catch(() => {});
 }
 
 function clear() {
@@ -130,3 +146,8 @@ function shown() {
     requestAnimationFrame(() => requestAnimationFrame(() => { log.scrollTop = log.scrollHeight; }));
   }
 }
+
+// Nobody can read the rest of an answer whose page is gone.
+addEventListener("pagehide", (event) => {
+  if (stop && !event.persisted) cancel();
+});

@@ -1,19 +1,27 @@
 // A small virtual DOM: `h` describes elements, `render` changes a place on the page into what is described.
-// Attributes are attributes; `onclick` and its like are handlers, `style` is an object of CSS properties.
+// Attributes are attributes; `onclick` and its like are handlers, `style` is an object of CSS properties, and `ref` gets
+// the element once, as soon as it and its children stand on the page.
 
 const SVG = "http://www.w3.org/2000/svg";
-const PROPERTIES = new Set(["value", "checked", "disabled", "open"]);
+const PROPERTIES = new Set(["value", "checked", "disabled", "selected"]);
 
 export function h(tag, props, ...children) {
   return { tag, props: props ?? {}, children: normal(children) };
 }
 
 // The described children of `target` replace those that were described there before. What has the focus keeps it,
-// also where its row has moved.
+// also where its row has moved. If it vanishes with its row, the first part of the next one gets the focus, so that a key
+// that comes late cancels no other request; without a next one, `main`.
 export function render(target, ...children) {
   const focused = document.activeElement;
+  const row = focused?.closest("tbody tr");
+  const rows = row ? [...row.parentNode.children] : [];
   patchChildren(target, normal(children));
-  if (focused !== document.activeElement && focused?.isConnected) focused.focus({ preventScroll: true });
+  if (focused === document.activeElement) return;
+  const place = rows.indexOf(row);
+  const next = [...rows.slice(place), ...rows.slice(0, Math.max(0, place)).reverse()].find((each) => each.isConnected);
+  const heir = focused?.isConnected ? focused : next?.querySelector("a, button") ?? target.querySelector("main");
+  heir?.focus({ preventScroll: true });
 }
 
 // What is not shown (`condition && h(…)`) keeps its place as null, so that those behind it stay the elements they are.
@@ -31,6 +39,11 @@ function keyOf(node, index) {
 function patchChildren(parent, children) {
   const before = parent.described ?? new Map();
   const after = new Map();
+  const wanted = new Map(children.map((node, index) => [node && keyOf(node, index), node]));
+  for (const [key, { tag, element }] of before) {
+    // At once, so that those behind it need not move: a move breaks the composition of a word in them.
+    if (!wanted.has(key) || wanted.get(key).tag !== tag) element.remove();
+  }
   let place = parent.firstChild;
   children.forEach((node, index) => {
     if (!node) return;
@@ -45,11 +58,8 @@ function patchChildren(parent, children) {
     }
     patch(element, node);
   });
-  const kept = new Set([...after.values()].map((each) => each.element));
-  for (const { element } of before.values()) {
-    if (!kept.has(element)) element.remove();
-  }
   if (!parent.described) {
+    const kept = new Set([...after.values()].map((each) => each.element));
     [...parent.childNodes].filter((each) => !kept.has(each)).forEach((each) => each.remove());
   }
   parent.described = after;
@@ -66,6 +76,7 @@ function patch(element, node) {
     if (element.data !== node.text) element.data = node.text;
     return;
   }
+  const isNew = !element.props;
   const before = element.props ?? {};
   for (const name of Object.keys(before)) {
     if (!(name in node.props)) set(element, name, undefined);
@@ -75,7 +86,7 @@ function patch(element, node) {
   }
   element.props = node.props;
   patchChildren(element, node.children);
-  if (node.props.ref) node.props.ref(element);
+  if (isNew && node.props.ref) node.props.ref(element);
 }
 
 function set(element, name, value) {

@@ -3,12 +3,13 @@
 import { Refused, ask, messages } from "./api.js";
 
 const AGAIN = 1000; // milliseconds between two attempts to connect
+const SILENCE = 15_000; // milliseconds; the server speaks twice a second, and every 6 s while its broker hangs
 const REMEMBERED = 600; // points of each plot
 
 export const feed = {
   state: {}, // the newest document
   status: "connecting", // or "live", "away", or "locked" where a key is missing
-  reason: "", // why it is locked
+  reason: "", // why the server has refused, if it has
   history: [], // of the figures, the oldest first
   skew: 0, // the server's clock less ours, in seconds
 };
@@ -21,7 +22,7 @@ export async function follow(changed) {
     stop = new AbortController();
     try {
       const response = await ask("/server/events", { signal: stop.signal });
-      for await (const message of messages(response)) {
+      for await (const message of messages(response, SILENCE)) {
         const data = JSON.parse(message.data);
         feed.state = message.event === "snapshot" ? data : merged(feed.state, data);
         feed.status = "live";
@@ -30,7 +31,7 @@ export async function follow(changed) {
       }
     } catch (error) {
       feed.status = error instanceof Refused && [401, 403].includes(error.status) ? "locked" : "away";
-      feed.reason = error.message;
+      feed.reason = error instanceof Refused ? error.message : "";
     }
     if (feed.status === "live") feed.status = "away";
     changed();

@@ -2,8 +2,8 @@
 
 import { json } from "./api.js";
 import { h } from "./dom.js";
-import { short } from "./format.js";
-import { attempt, button, confirmed, empty, panel, table } from "./parts.js";
+import { plural, short } from "./format.js";
+import { attempt, button, confirmed, empty, panel, table, toast } from "./parts.js";
 
 const COLUMNS = [["Number", "number"], ["Stage"], ["Reason"], ["Requests"], ["Deliveries", "number"], [""]];
 const shown = new Map(); // whole letters that the operator has opened, by number
@@ -52,14 +52,15 @@ async function toggle(number) {
   document.dispatchEvent(new Event("redraw"));
 }
 
-function retry({ number }) {
-  return attempt(() => json(`/server/dead-letters/${number}/retry`, { method: "POST" }),
-    ({ requests }) => `Sent again as ${requests.map(short).join(", ")}.`);
+function retry({ number }, done = ({ requests }) => `Sent again as ${requests.map(short).join(", ")}.`) {
+  return attempt(() => json(`/server/dead-letters/${number}/retry`, { method: "POST" }), done);
 }
 
 async function retryAll(all) {
   if (await confirmed(`Send all ${all.length} dead letters on their way again?`, "Retry all")) {
-    for (const letter of all) await retry(letter);
+    let sent = 0;
+    for (const letter of all) sent += await retry(letter, null) ? 1 : 0;
+    if (sent) toast(`Sent ${plural(sent, "dead letter")} on ${sent === 1 ? "its" : "their"} way again.`);
   }
 }
 

@@ -64,7 +64,7 @@ export async function attempt(work, done) {
     if (done) toast(typeof done === "function" ? done(result) : done);
     return result;
   } catch (error) {
-    toast(error.message, "bad");
+    toast(error instanceof TypeError ? "The server does not answer." : error.message, "bad");
     return undefined;
   }
 }

@@ -73,9 +73,9 @@ function row(each, chosen) {
     }, short(each.id))),
     h("td", {}, badge(each.state), each.takeovers > 0 && h("span", { class: "tag" }, each.takeovers === 1 ? "taken over" : `taken over × ${each.takeovers}`),
       each.reason && each.state !== "completed" && h("span", { class: "tag bad" }, each.reason)),
-    h("td", {}, each.model ?? "–"),
+    h("td", { title: each.model }, each.model ?? "–"),
     h("td", {}, each.tenant),
-    h("td", {}, each.worker ?? "–"),
+    h("td", { title: each.worker }, each.worker ?? "–"),
     h("td", { class: "number" }, count(each.tokens)),
     h("td", { class: "number" }, seconds(each.first_token)),
     h("td", { class: "number", title: moment(each.created) }, seconds(age(each))));

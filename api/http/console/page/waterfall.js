@@ -37,13 +37,15 @@ function copyButton(label, text, done) {
 function look(request) {
   const key = `${request.tenant}/${request.id}`;
   if (known.key !== key) known = { key };
-  const isDue = !known.at || (Date.now() - known.at > AGAIN && !known.fault && !known.trace?.ended);
+  const isDue = !known.at || (Date.now() - known.at > AGAIN && !known.isLost && !known.trace?.ended);
   if (known.asking || !isDue) return;
   const mine = known;
   mine.asking = true;
   json(`/v1/streams/${encodeURIComponent(request.id)}/trace?tenant=${encodeURIComponent(request.tenant)}`)
     .then((trace) => Object.assign(mine, { trace, fault: "" }))
-    .catch((error) => { if (error instanceof Refused) mine.fault = error.message; })
+    .catch((error) => {
+      if (error instanceof Refused) Object.assign(mine, { fault: error.message, isLost: error.status === 404 });
+    })
     .finally(() => {
       Object.assign(mine, { asking: false, at: Date.now() });
       document.dispatchEvent(new Event("redraw"));

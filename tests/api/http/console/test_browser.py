@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
 import requests
 from console import ADMIN, KEYS, USER, WIDE, Load, browsing, bury, catalogue, child, page_of, serious_faults
-from playwright.sync_api import Browser, Page, ViewportSize, expect
+from playwright.sync_api import Browser, Page, Route, ViewportSize, expect
 from serving import Served, serving
 
 PANELS = ("", "requests", "queue", "models", "workers", "letters", "chat")
@@ -110,9 +113,10 @@ def test_a_waiting_request_is_cancelled(served: Served, page: Page) -> None:
         expect(last.locator("td.position")).to_have_text(some)
         link = last.locator("a.id")
         name = str(link.get_attribute("title"))
-        page.get_by_title(f"Cancel {name}").click()
+        page.get_by_title(f"Cancel {name}").press("Enter")
         expect(page.locator(".toast")).to_contain_text("is cancelled")
         expect(page.locator(f"a.id[title='{name}']")).to_have_count(0)
+        expect(page.locator("tbody a.id:focus")).to_be_visible()  # of another request
         show(page, f"requests/acme/{name}")
         expect(page.locator(".detail .badge").first).to_have_text("cancelled")
 
@@ -168,6 +172,12 @@ def test_dead_letters_are_shown_retried_and_dropped(served: Served, page: Page) 
     page.get_by_title("Drop dead letter 2").click()
     page.get_by_role("dialog").get_by_role("button", name="Drop").click()
     expect(page.get_by_text("No dead letters")).to_be_visible()
+    bury(served, "lost-3", "main")
+    bury(served, "lost-4", "main")
+    page.get_by_role("button", name="Retry all").click()
+    page.get_by_role("dialog").get_by_role("button", name="Retry all").click()
+    expect(page.locator(".toast", has_text="Sent 2 dead letters on their way again.")).to_be_visible()
+    expect(page.locator(".toast", has_text="Sent again as lost-3")).to_have_count(0)
     show(page, "requests/acme/lost-1-r1")
     expect(page.locator(".detail .badge").first).to_have_text("completed")
 
@@ -180,8 +190,9 @@ def test_a_chat_goes_on_when_the_bridge_is_killed(served: Served, page: Page) ->
     page.get_by_label("Your message").press("Enter")
     answer = page.locator(".turn.assistant .text").last
     expect(answer).to_contain_text("word2")
+    page.route("**/v1/chat/completions", lambda route: route.abort(), times=2)  # attempts that fail do not count
     child(served, "front").kill()
-    expect(page.locator(".turn.assistant .badge", has_text="nothing lost")).to_be_visible()
+    expect(page.locator(".turn.assistant .badge", has_text="resumed once, nothing lost")).to_be_visible()
     body: dict[str, Any] = {"model": "main", "messages": [{"role": "user", "content": words}]}
     headers = {"Authorization": f"Bearer {ADMIN}"}
     with ThreadPoolExecutor(1) as pool:  # beside the other, as each takes seconds
@@ -233,6 +244,13 @@ def test_what_has_the_focus_keeps_it_while_the_list_changes(served: Served, page
     expect(note).to_have_count(0)  # it stood before the search
     expect(search).to_be_focused()
     search.fill("")
+    expect(note).to_have_count(1)
+    keyboard = page.context.new_cdp_session(page)
+    for text in ("に", "にほ"):  # a word that is composed of several keys
+        keyboard.send("Input.imeSetComposition", {"text": text, "selectionStart": len(text), "selectionEnd": len(text)})
+        expect(note).to_have_count(0)
+    expect(search).to_have_value("にほ")
+    search.fill("")
 
     with ask(600) as older, ask(30) as newer:
         link = page.locator(f"a.id[title='{older.headers['x-request-id']}']")
@@ -245,16 +263,149 @@ def test_what_has_the_focus_keeps_it_while_the_list_changes(served: Served, page
         assert requests.delete(f"{served.url}/v1/streams/{name}", headers=headers, timeout=60).ok
 
 
+def test_a_broken_address_an_early_pause_and_the_skip_link_do_no_harm(page: Page) -> None:
+    held: list[Route] = []
+    page.route("**/server/events", lambda route: held.append(route))
+    show(page, "requests/acme/100%")
+    page.reload()
+    expect(page.get_by_text("One moment")).to_be_visible()
+    page.locator("body").press("p")  # there is nothing yet to stand still
+    held.pop().fulfill(status=502)
+    expect(page.get_by_text("The server answered with status 502.")).to_be_visible()
+    page.unroute("**/server/events")
+    for route in held:
+        route.continue_()
+    expect(page.locator(".detail h2")).to_have_text("100%")
+    page.get_by_role("link", name="Skip to the content").press("Enter")
+    expect(page.locator("main.requests")).to_be_focused()
+
+
+def test_names_of_any_length_and_content_keep_every_panel_usable(browser: Browser, served: Served) -> None:
+    evil, long = "<img src=x onerror='window.harmed = 1'>%/#?", "x" * 250
+    now = time.time()
+    one = {"tenant": "acme", "created": now, "model": long, "worker": long, "tokens": 1, "takeovers": 0}
+    worker = {"host": long, "pid": 1, "capacity": 2, "active": 1, "revision": 1}
+    letter = {"stage": "validate", "reason": evil + long * 9, "requests": [evil] * 40, "deliveries": 5}
+    state: dict[str, Any] = {
+        "server": {"now": now, "loads_models": True},
+        "pipeline": {long: {"index": 0, "copies": 0, "rate": 1, "waiting": 1}},
+        "requests": {
+            f"acme/{state}": one | {"id": state, "state": state, "reason": evil}
+            for state in ("waiting", "running", "failed")
+        },
+        "counts": {"waiting": 12345},
+        "models": {
+            name: {"id": name, "state": "failed", "last_error": long * 9, "swap": {"state": "failed", "source": long}}
+            for name in (evil, long)
+        },
+        "workers": {evil: worker | {"state": "dead", "model": evil}, long: worker | {"state": "live", "model": long}},
+        "letters": {str(number): letter | {"number": number} for number in (1, 2)},
+        "figures": {},
+    }
+    versions = chain("1", repeat("2"))
+
+    def tell(route: Route) -> None:
+        state["server"]["version"] = next(versions)
+        route.fulfill(content_type="text/event-stream", body=f"event: snapshot\ndata: {json.dumps(state)}\n\n")
+
+    context = browser.new_context(viewport=ViewportSize(width=320, height=640), forced_colors="active")
+    page = context.new_page()
+    page.route("**/server/events", tell)
+    page.goto(served.url)
+    for panel in PANELS:
+        show(page, panel)
+        expect(page.locator("main section, main article").first).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 320, panel
+        assert serious_faults(page) == []
+    show(page, "workers")
+    full = "getComputedStyle(document.querySelector('.meter span')).backgroundColor"
+    assert page.evaluate(full) != page.evaluate("getComputedStyle(document.querySelector('.meter')).backgroundColor")
+    page.emulate_media(forced_colors="none")
+    assert serious_faults(page) == []
+    assert page.evaluate("window.harmed") is None
+    page.set_viewport_size(WIDE)
+    page.get_by_role("link", name="Version 2 runs").click()
+    expect(page.locator(".version")).to_have_text("Version 2")
+    context.close()
+
+
+def test_what_fails_for_a_moment_is_asked_for_again(served: Served, page: Page) -> None:
+    headers = {"Authorization": f"Bearer {USER}"}
+    body: dict[str, Any] = {"model": "main", "prompt": "x", "max_tokens": 1}
+    name = requests.post(f"{served.url}/v1/completions", json=body, headers=headers, timeout=60).headers["x-request-id"]
+    away = {"error": {"message": "The broker is away."}}
+    page.route("**/trace?*", lambda route: route.fulfill(status=503, json=away), times=1)
+    page.clock.install()
+    show(page, f"requests/acme/{name}")
+    expect(page.locator(".detail .fault")).to_have_text("The broker is away.")
+    expect(page.locator(".detail .badge").first).to_have_text("completed")
+    expect(page.locator(".detail .fault")).to_have_count(0)
+
+    front = child(served, "front")
+    front.suspend()  # its connections stay, and are silent
+    try:
+        page.clock.fast_forward(20_000)
+        expect(page.locator(".status")).to_have_text("Reconnecting…")
+    finally:
+        front.resume()
+    expect(page.locator(".status")).to_have_text("Live")
+
+
+def test_a_chat_keeps_its_model_and_what_is_typed_and_stops_while_it_waits(served: Served, page: Page) -> None:
+    page.add_init_script("delete Crypto.prototype.randomUUID")  # as on a page that another machine sends without TLS
+    page.reload()
+    show(page, "chat")
+    message = page.get_by_label("Your message")
+    page.get_by_label("Model").select_option("spare")
+    message.fill("hello")
+    message.dispatch_event("keydown", {"key": "Enter", "keyCode": 229})  # it ends the composition of a word
+    show(page, "models")
+    show(page, "chat")
+    expect(page.get_by_label("Model")).to_have_value("spare")
+    expect(message).to_have_value("hello")
+    page.get_by_label("Model").select_option("main")
+    with Load(served, "main", 14, max_tokens=2000):
+        show(page, "workers")
+        for each in page.locator(".card", has_text="main").all():
+            expect(each.locator(".gauge b").first).to_have_text("2 of 2")
+        show(page, "chat")
+        message.press("Enter")
+        expect(page.locator(".turn.assistant .badge")).to_have_text(re.compile("waiting"))
+        page.get_by_role("button", name="Stop").click()
+        expect(page.locator(".turn.assistant .badge")).to_have_text("stopped")
+        show(page, "requests")
+        page.get_by_label("Filter the requests").fill("op main")
+        expect(page.locator("tbody .badge").first).to_have_text("cancelled")
+        show(page, "chat")
+    message.fill("once more")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        message.press("Enter")
+    body = asked.value.post_data_json
+    assert body and body["messages"] == [{"role": "user", "content": "once more"}]
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    message.fill("a long one " * 90)
+    message.press("Enter")
+    expect(page.locator(".turn.assistant .text").last).to_contain_text("a long")
+    page.reload()
+    show(page, "requests")
+    page.get_by_label("Filter the requests").fill("op main")
+    expect(page.locator("tbody .badge").first).to_have_text("cancelled")
+
+
 def test_it_asks_for_a_key_and_takes_no_other(browser: Browser, served: Served) -> None:
     context = browser.new_context(viewport=WIDE)
     page = context.new_page()
     page.goto(served.url)
     expect(page.get_by_text("This server wants an API key")).to_be_visible()
-    for key, status in (("sk-user-of-acme", "Key needed"), (ADMIN, "Live")):
+    for key, status in (("sk-user-of-acme", "Key needed"), ("ключ", "Key needed"), (ADMIN, "Live")):
         page.get_by_role("button", name="Enter a key").click()
         page.get_by_role("dialog").get_by_label("Key").fill(key)
         page.get_by_role("dialog").get_by_role("button", name="Save").click()
         expect(page.locator(".status")).to_have_text(status)
+    button = page.get_by_role("button", name="API key")
+    button.click()
+    page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+    expect(button).to_be_focused()
     context.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -215,6 +216,20 @@ async def test_an_outage_begins_it_anew_as_events_were_missed() -> None:
     for each in messages((await watching).body):
         document = patched(document, each.data)
     assert document["requests"] == {}
+
+
+async def test_a_key_that_is_revoked_ends_its_watch(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("op=sk-op-0123456789 admin")
+    broker = Counting()
+    script = await Script.start(broker, api_keys_file=file)
+    headers = {"x-api-key": "sk-op-0123456789"}
+    watching = asyncio.create_task(ask(script.app, "GET", "/server/events", headers=headers))
+    while await broker.subjects.get() != script.subjects.room_all():
+        pass
+    file.write_text("op=sk-another-0123456789 admin")
+    assert (await watching).status == 200
+    assert (await ask(script.app, "GET", "/server/events", headers=headers)).status == 401
 
 
 async def test_only_an_admin_watches_and_reaches_other_tenants() -> None:
