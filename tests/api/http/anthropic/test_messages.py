@@ -402,6 +402,7 @@ EDITS = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}, {"type": 
 IN_VAIN: dict[str, dict[str, Any]] = {
     "context_management": {"context_management": EDITS},
     "speed": {"speed": "fast"},
+    "thinking.budget_tokens": {"thinking": {"type": "disabled", "budget_tokens": 1024}},
     "thinking.display": {"thinking": {"type": "disabled", "display": "omitted"}},
     "output_config.task_budget": {"output_config": {"task_budget": {"type": "tokens", "total": 20_000}}},
     "tools[].defer_loading": {"tools": [TOOL | {"defer_loading": True}, TOOL | {"name": "n", "defer_loading": True}]},
@@ -514,7 +515,7 @@ def content(*blocks: Any, role: str = "user") -> dict[str, Any]:
             {"tools": [{"type": "computer_20250124", "name": "bash"}]},
             "tools[0]: Input should be a tool of type custom, bash",
         ),
-        ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management.edits[0].type"),
+        ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "type: must clear thoughts or tool uses"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers is not supported here; send the tools of MCP servers to"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice: must have name if and only if its type is tool"),
         ({"max_tokens": "many"}, "max_tokens"),
