@@ -107,7 +107,7 @@ def tool(
     """
 
     def made(function: Callable[..., Any]) -> Function:
-        called = name or getattr(function, "__name__", "")
+        called = getattr(function, "__name__", "") if name is None else name
         if not _is_name(called):
             raise TypeError(
                 f"{called or function}: a tool's name has up to {MAX_TOOL_NAME} letters, digits, -, _ and .; set `name`"

@@ -158,7 +158,9 @@ class CountRequest(Body):
 
     model: ModelName
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
-    system: Texts = Field(default_factory=list)
+    system: Annotated[Texts, BeforeValidator(lambda given: [] if given is None else given)] = Field(
+        default_factory=list
+    )
     tools: list[AnyTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None

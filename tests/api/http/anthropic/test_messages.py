@@ -313,6 +313,7 @@ def test_a_conversation_with_tools_is_a_chat() -> None:
             "role": "assistant",
             "content": [
                 {"type": "thinking", "thinking": "Look.", "signature": "s"},
+                {"type": "thinking", "thinking": "There."},
                 {"type": "text", "text": "One moment."},
                 {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Bern"}},
                 {"type": "tool_use", "id": "t2", "name": "weather", "input": {}},
@@ -334,7 +335,7 @@ def test_a_conversation_with_tools_is_a_chat() -> None:
     assert body["messages"] == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Is it warm\nin Bern?"},
-        {"role": "assistant", "content": "One moment.", "reasoning": "Look.", "tool_calls": [call, other]},
+        {"role": "assistant", "content": "One moment.", "reasoning": "Look.\nThere.", "tool_calls": [call, other]},
         {"role": "tool", "tool_call_id": "t1", "content": "20 °C"},
         {"role": "tool", "tool_call_id": "t2", "content": "Error: no city"},
         {"role": "user", "content": "Well?"},
@@ -410,7 +411,13 @@ IN_VAIN: dict[str, dict[str, Any]] = {
     "tools[].allowed_callers": {"tools": [TOOL | {"allowed_callers": ["direct", "code_execution_20250825"]}]},
     "tools[web_search_20250305]": {"tools": [TOOL, {"type": "web_search_20250305", "name": "web_search"}]},
 }
-NEUTRAL: dict[str, Any] = {"container": None, "mcp_servers": [], "speed": "standard", "context_management": {}}
+NEUTRAL: dict[str, Any] = {
+    "system": None,
+    "container": None,
+    "mcp_servers": [],
+    "speed": "standard",
+    "context_management": {},
+}
 
 
 @pytest.mark.parametrize("path", IN_VAIN)
