@@ -115,10 +115,10 @@ def check_input(
 ) -> None:
     """Raise `InvalidRequest` for an input that the model can never embed; `what` begins the words of one too long."""
     if not ids:
-        raise InvalidRequest(f"The input {path} is empty; send some text.", code="empty_prompt", param=path)
+        raise InvalidRequest(f"{path} is empty; send some text.", code="empty_prompt", param=path)
     if len(ids) > context_length:
         raise InvalidRequest(
-            f"{what or f'The input {path} has'} {len(ids)} tokens, but this model's maximum context length is "
+            f"{what or f'{path} has'} {len(ids)} tokens, but this model's maximum context length is "
             f"{context_length} tokens; {advice}.",
             code="context_length_exceeded",
             param=path,

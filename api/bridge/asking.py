@@ -24,7 +24,7 @@ class Caller(NamedTuple):
 async def complete_body(registry: Registry, body: dict[str, Any], caller: Caller) -> list[str]:
     """Name the only model where the body names none, and drop a `keep_alive` that the caller may not set, or that has
     no effect; returns the names of what was dropped."""
-    if "model" not in body and (name := await registry.only()) is not None:
+    if body.get("model") is None and (name := await registry.only()) is not None:
         body["model"] = name
     if "keep_alive" in body:
         model = body.get("model")

@@ -11,6 +11,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import Match, Route
 
 _LONGEST = 300  # characters of a path whose meaning is looked for
+_AZURE = re.compile(r"(/openai|/v1)/deployments/.+")
 _OLLAMA = re.compile(r"/api/(chat|copy|create|delete|embed|embeddings|generate|ps|pull|push|show|tags|version)")
 
 
@@ -45,11 +46,21 @@ def advice(request: Request) -> str:
     path = re.sub("/+", "/", request.url.path[:_LONGEST]).rstrip("/")
     if _OLLAMA.fullmatch(path):
         return "Ollama's API is not offered; ask as OpenAI's clients do, with this server's URL and /v1 as base URL."
+    if _AZURE.fullmatch(path):
+        return "Azure's paths are not offered; use OpenAI's client in place of Azure's, with this server's URL and /v1."
     if path == "/v1":
         return "it is a base URL, and /v1/models one of the paths below it; see /docs for the list."
-    starts = [slash.start() for slash in re.finditer("/", path)]
+    starts = [slash.start() for slash in re.finditer("/", path) if _is_base(request, path[: slash.start()])]
     for end in (path[start:] for start in starts):  # the longest first
         for intended in (end, f"/v1{end}"):
             if request.method in methods(request, intended):
                 return f"{intended} is one, so correct the client's base URL."
     return "see /docs for the list."
+
+
+def _is_base(request: Request, start: str) -> bool:
+    """Whether a base URL can be meant by the start of a path: not what an API of OpenAI's or others has below /v1, as
+    in /v1/vector_stores/x/files, but for the beginning of a path that is here."""
+    below = re.match(r"(?:/v1)+/.+", start)
+    paths = (route.path for route in request.app.routes if isinstance(route, Route))
+    return below is None or any(f"{path}/".startswith(f"{start}/") for path in paths)

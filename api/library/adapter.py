@@ -91,7 +91,9 @@ class OpenAIAdapter:
             running.cancel()
 
     async def _open(self, body: Mapping[str, Any], endpoint: Endpoint, *, streaming: bool) -> _Running:
-        read: dict[str, Any] = whole({"model": self.name, **body})  # as over HTTP
+        read: dict[str, Any] = whole(body)  # as over HTTP
+        if read.get("model") is None:
+            read["model"] = self.name
         request = parse_request(endpoint, read)
         name = request.model
         adapter = None if name == self.name else name

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,11 @@ _OF_SESSION = {
     "messages": "a session makes the messages; pass texts to run().",
     "tools": "a session makes the list of tools; pass functions or servers.",
     "n": "a session reads one choice; leave n out.",
+    "stream": "run() returns whole answers; leave stream out.",
 }
+_NEUTRAL = (("n", 1), ("stream", False))
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +95,18 @@ class ResponsesSession:
         instructions: str | None = None,
         parameters: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raises `InvalidRequest` for fewer turns than one, a URL without a model's name, and parameters that a session
-        sets itself.
+        """Raises `InvalidRequest` for fewer turns than one, a URL without a scheme or a model's name, and parameters
+        that a session sets itself. What a server ignores of the parameters is logged.
 
         Raises `StartupError` where the environment names a proxy for the URL that cannot be used.
         """
         if max_turns < 1:
             raise InvalidRequest("max_turns is at least 1.", param="max_turns")
         if isinstance(model, str):
+            if not model.startswith(("http://", "https://")):
+                raise InvalidRequest(
+                    f"The URL of a server begins with http:// or https://, not {model!r}.", param="model"
+                )
             if name is None:
                 raise InvalidRequest("A URL serves several models; give the name of one.", param="name")
             self._model: _Model = _Remote(model, name, api_key)
@@ -113,7 +122,7 @@ class ResponsesSession:
         self._parameters = dict(parameters or {})
         for own, hint in _OF_SESSION.items():
             value = self._parameters.get(own)
-            if value is not None and (own, value) != ("n", 1):
+            if value is not None and (own, value) not in _NEUTRAL:
                 raise InvalidRequest(f"{own} has no effect in parameters: {hint}", param=own)
         self._is_running = False  # set by run
         self.messages: list[dict[str, Any]] = []
@@ -218,6 +227,7 @@ class _Remote:
         proxies = goes_through_proxies(base)
         self._http = httpx2.AsyncClient(base_url=f"{base}/v1/", headers=headers, timeout=timeout, trust_env=proxies)
         self._name = name
+        self._ignored: set[str] = set()  # what the log has said; set by acreate
 
     async def acreate(self, body: Mapping[str, Any]) -> dict[str, Any]:
         # The key makes a retry the same request to the server.
@@ -234,6 +244,7 @@ class _Remote:
                 fault = GenerationFailed(f"No answer from {self._http.base_url} ({reason}).")
             else:
                 if response.is_success:
+                    self._tell_ignored(response.headers.get("penstock-ignored", ""))
                     return _completion(response)
                 fault = _fault(response)
                 if response.status_code not in (408, 429, 500, 502, 503):
@@ -243,6 +254,11 @@ class _Remote:
             if attempt + 1 < TRIES:
                 await asyncio.sleep(min(pause, LONGEST_PAUSE))
         raise fault
+
+    def _tell_ignored(self, names: str) -> None:
+        if names and names not in self._ignored:
+            self._ignored.add(names)
+            _log.warning("%s ignores these parameters: %s", self._http.base_url, names)
 
     async def close(self) -> None:
         await self._http.aclose()

@@ -35,7 +35,8 @@ class Embeddings(Renderer):
             {"object": "embedding", "index": token.choice, "embedding": self._vector(token.text)}
             for token in sorted(tokens, key=lambda token: token.choice)
         ]
-        answer = {"object": "list", "data": data, "model": self._model, **_counted(done)}
+        # The id is vLLM's and Mistral's, whose clients need it.
+        answer = {"id": self.request, "object": "list", "data": data, "model": self._model, **_counted(done)}
         return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
 
     def _vector(self, text: str) -> Any:

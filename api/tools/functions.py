@@ -107,10 +107,10 @@ def tool(
     """
 
     def made(function: Callable[..., Any]) -> Function:
-        called = name or function.__name__
+        called = getattr(function, "__name__", "") if name is None else name
         if not _is_name(called):
             raise TypeError(
-                f"{called}: a tool's name has up to {MAX_TOOL_NAME} letters, digits, -, _ and .; set `name`"
+                f"{called or function}: a tool's name has up to {MAX_TOOL_NAME} letters, digits, -, _ and .; set `name`"
             )
 
         @functools.wraps(function)
@@ -124,6 +124,10 @@ def tool(
             raise TypeError(f"{called} cannot be a tool: {error}") from None
         if parameters.get("type") != "object":
             raise TypeError(f"{called} cannot be a tool: every argument must have a name")
+        if "self" in parameters["properties"]:
+            raise TypeError(f"{called} cannot be a tool: it belongs to no object yet; call tool(object.{called})")
+        if inspect.isasyncgenfunction(function):
+            raise TypeError(f"{called} cannot be a tool: it yields its values; return them")
         text = inspect.getdoc(function) or "" if description is None else description
         return Function(function, called, text, parameters, repeatable, timeout, _bind=checked)
 

@@ -43,7 +43,7 @@ def _inputs(request: EmbeddingRequest, tokenizer: TokenizerLike, *, context_leng
     for index, text in enumerate(inputs):
         path = "input" if len(inputs) == 1 else f"input[{index}]"
         if not text or (isinstance(text, str) and not text.strip()):
-            raise InvalidRequest(f"The input {path} is blank; send some text.", code="empty_prompt", param=path)
+            raise InvalidRequest(f"{path} is blank; send some text.", code="empty_prompt", param=path)
         prompts.append(encode_within(tokenizer, text, context_length, path) if isinstance(text, str) else text)
         check_input(prompts[-1], path, context_length=context_length, vocabulary_size=tokenizer.vocabulary_size)
     if (total := sum(map(len, prompts))) > MAX_TOKENS:
@@ -73,7 +73,7 @@ def _pairs(request: RerankRequest, tokenizer: TokenizerLike, *, context_length: 
         for index, document in enumerate(documents):
             path = f"documents[{index}]"
             if not document.strip():
-                raise InvalidRequest(f"The document {path} is blank; send some text.", code="empty_prompt", param=path)
+                raise InvalidRequest(f"{path} is blank; send some text.", code="empty_prompt", param=path)
             if most is None:
                 refuse_far_too_long(tokenizer, document, context_length, path)
             yield document

@@ -160,9 +160,11 @@ class SearchResultBlock(Marked):
 
 
 class ThinkingBlock(Marked):
+    """Nothing checks the `signature`, and proxies of other servers send thoughts without one."""
+
     type: Literal["thinking"]
     thinking: str
-    signature: str
+    signature: str | None = None
 
 
 class RedactedThinkingBlock(Marked):

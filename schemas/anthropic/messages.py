@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from ..errors import InvalidRequest
 from ..jobs import Priority
@@ -130,10 +130,16 @@ class OutputConfig(Body):
     task_budget: dict[str, Any] | None = None
 
 
+def _clearing(kind: str) -> str:
+    if not re.fullmatch("clear_(thinking|tool_uses)_[0-9]{8}", kind):
+        raise ValueError("must clear thoughts or tool uses; this server compacts no conversation")
+    return kind
+
+
 class ContextEdit(OpenBody):
     """Accepted without effect: the prompt keeps what Anthropic would clear to save context."""
 
-    type: Annotated[str, Field(pattern="^clear_(thinking|tool_uses)_[0-9]{8}$")]
+    type: Annotated[str, AfterValidator(_clearing)]
 
 
 class ContextManagement(Body):
@@ -152,7 +158,9 @@ class CountRequest(Body):
 
     model: ModelName
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
-    system: Texts = Field(default_factory=list)
+    system: Annotated[Texts, BeforeValidator(lambda given: [] if given is None else given)] = Field(
+        default_factory=list
+    )
     tools: list[AnyTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -169,6 +177,8 @@ class CountRequest(Body):
             yield "context_management"
         if self.speed not in (None, "standard"):
             yield "speed"
+        if self.thinking and self.thinking.budget_tokens:
+            yield "thinking.budget_tokens"
         if self.thinking and self.thinking.display:
             yield "thinking.display"
         if self.output_config and self.output_config.task_budget:

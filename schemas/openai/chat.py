@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from ..base import ToolName
 from ..errors import InvalidRequest
@@ -235,7 +235,11 @@ def _choice_kind(value: object) -> str:
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<mode>")]
+    Annotated[
+        Literal["none", "auto", "required"],
+        BeforeValidator(lambda given: "required" if given == "any" else given),  # as Mistral's clients write it
+        Tag("<mode>"),
+    ]
     | Annotated[NamedTool, Tag("<named>")]
     | Annotated[AllowedTools, Tag("<allowed>")],
     Discriminator(_choice_kind),
@@ -243,7 +247,8 @@ ToolChoice = Annotated[
 
 
 class ResponseFormat(Body):
-    """`schema` beside `json_object` is llama.cpp's form of a schema."""
+    """`schema` beside `json_object` is llama.cpp's form of a schema; beside `json_schema` it is that of Together's
+    clients, and llama.cpp's too."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -251,10 +256,13 @@ class ResponseFormat(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_hugging_face(cls, given: Any) -> Any:
-        """Its client turns a `json_schema` into a `json_object` with a `value`, and documents the type `json`."""
+    def _of_others(cls, given: Any) -> Any:
+        """Hugging Face's client turns a `json_schema` into a `json_object` with a `value`, and documents the type
+        `json`."""
         if isinstance(given, dict) and given.keys() == {"type", "value"} and given["type"] in ("json", "json_object"):
             return {"type": "json_object", "schema": given["value"]}
+        if isinstance(given, dict) and given.keys() == {"type", "schema"} and given["type"] == "json_schema":
+            return {"type": "json_schema", "json_schema": {"name": "schema", "schema": given["schema"]}}
         return given
 
     @model_validator(mode="after")

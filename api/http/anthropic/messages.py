@@ -29,7 +29,6 @@ from .lists import VERSION
 Asked = TypeVar("Asked", bound=CountRequest)
 
 PATH = "/v1/messages"
-_COMMON = ("/v1/models", "/v1/files")  # paths with OpenAI
 CHAT: Endpoint = "/v1/chat/completions"
 _ERROR = {"schema": {"type": "object", "required": ["type", "error", "request_id"]}}
 _REFUSED: dict[int | str, Any] = {
@@ -99,7 +98,7 @@ def _read(kind: type[Asked], request: Request, settings: Settings, body: dict[st
 
 
 class AnthropicErrors:
-    """ASGI middleware: gives every error of these paths Anthropic's form, and of `_COMMON` those of its clients."""
+    """ASGI middleware: gives every error of these paths Anthropic's form, and below /v1 all that its clients get."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -134,4 +133,4 @@ class AnthropicErrors:
 
 def _is_anthropic(scope: Scope) -> bool:
     path: str = scope["path"]
-    return path.startswith(PATH) or (path.startswith(_COMMON) and VERSION in Headers(scope=scope))
+    return path.startswith(PATH) or (path.startswith("/v1/") and VERSION in Headers(scope=scope))

@@ -33,7 +33,7 @@ def adapter(tool_model: Path) -> Iterator[OpenAIAdapter]:
 
 
 def test_a_whole_answer(adapter: OpenAIAdapter) -> None:
-    answer = adapter.create({**CHAT, "n": 2, "logprobs": True, "top_logprobs": 2})
+    answer = adapter.create({**CHAT, "model": None, "n": 2, "logprobs": True, "top_logprobs": 2})
     read = ChatCompletion.model_validate(answer, strict=True)
     assert read.model == "tiny" and len(read.choices) == 2
     assert read.usage is not None and read.usage.completion_tokens <= 24

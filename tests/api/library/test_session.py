@@ -176,13 +176,14 @@ async def test_the_last_turn_may_call_nothing() -> None:
         ResponsesSession(model, max_turns=0)
 
 
-@pytest.mark.parametrize("parameters", [{"messages": []}, {"tools": []}, {"n": 2}], ids=str)
+@pytest.mark.parametrize("parameters", [{"messages": []}, {"tools": []}, {"n": 2}, {"stream": True}], ids=str)
 def test_parameters_that_a_session_sets_itself_are_refused(parameters: dict[str, Any]) -> None:
     (own,) = parameters
     with pytest.raises(InvalidRequest, match=f"{own} has no effect in parameters: ") as refused:
         ResponsesSession(Scripted(), parameters=parameters)
     assert refused.value.param == own
     ResponsesSession(Scripted(), parameters={own: None, "n": 1})
+    ResponsesSession(Scripted(), parameters={"stream": False})
 
 
 async def test_two_runs_at_a_time_do_not_mix_their_messages() -> None:
@@ -376,6 +377,20 @@ async def test_a_refusal_is_told_at_once() -> None:
         assert session.messages == [{"role": "user", "content": "Are you there?"}]
     with pytest.raises(InvalidRequest, match="name"):
         ResponsesSession(server.url)
+    with pytest.raises(InvalidRequest, match="begins with http:// or https://, not 'localhost:8000'"):
+        ResponsesSession("localhost:8000", name="m")
+
+
+async def test_what_a_server_ignores_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    said = [JSONResponse(answer(saying("So.")), headers={"Penstock-Ignored": "top_n"}) for _ in range(2)]
+    async with (
+        remote(*said) as server,
+        ResponsesSession(server.url, name="m", parameters={"top_n": 3}) as session,
+    ):
+        await session.run("Go.")
+        await session.run("Go on.")
+    told = [record.getMessage() for record in caplog.records if "ignores" in record.getMessage()]
+    assert told == [f"{server.url}/v1/ ignores these parameters: top_n"]
 
 
 @pytest.mark.parametrize(

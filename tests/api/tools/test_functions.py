@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from datetime import date
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -157,12 +158,32 @@ async def test_functions_that_are_not_async_run_side_by_side() -> None:
 def positional(a: int, /) -> None: ...
 def any_number(*a: int) -> None: ...
 def untypable(a: threading.Event) -> None: ...
+async def yielding(a: int) -> AsyncIterator[int]:
+    yield a
 
 
-@pytest.mark.parametrize("function", [positional, any_number, untypable])
+class Account:
+    def balance(self, month: int) -> str:
+        """What is left."""
+        return f"{month} €"
+
+
+@pytest.mark.parametrize("function", [positional, any_number, untypable, yielding, Account.balance])
 def test_signature_that_no_object_can_fill_is_refused(function: Callable[..., Any]) -> None:
     with pytest.raises(TypeError, match="cannot be a tool"):
         tool(function)
+
+
+async def test_a_method_of_an_object_is_a_tool() -> None:
+    balance = tool(Account().balance)
+    assert (balance.description, [*balance.parameters["properties"]]) == ("What is left.", ["month"])
+    assert await balance.run({"month": 5}) == ToolResult("5 €")
+
+
+def test_what_can_be_called_and_has_no_name_needs_one() -> None:
+    half = functools.partial(pow, exp=2)
+    with pytest.raises(TypeError, match=r"partial\(.*: a tool's name has up to 128 .* set `name`"):
+        tool(half)
 
 
 @pytest.mark.parametrize("name", ["<lambda>", "a b", "x" * 129])

@@ -74,6 +74,10 @@ async def test_refusals_have_anthropics_form(client: anthropic.AsyncAnthropic) -
         await client.models.retrieve("tiny")
     assert isinstance(unknown.value.body, dict) and unknown.value.body["error"]["type"] == "not_found_error"
     assert unknown.value.request_id
+    for path in ("/v1/skills", "/v1/agents/a1/versions"):
+        with pytest.raises(anthropic.NotFoundError, match="no such path") as nowhere:
+            await client.get(path, cast_to=object)
+        assert nowhere.value.type == "not_found_error" and nowhere.value.request_id
     for query in ({"limit": 0}, {"limit": 1001}, {"after_id": "tiny"}, {"before_id": "tiny"}):
         with pytest.raises(anthropic.BadRequestError, match=r"limit must be|must be the id of a model"):
             await client.models.list(extra_query=query)

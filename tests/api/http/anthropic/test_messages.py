@@ -313,6 +313,7 @@ def test_a_conversation_with_tools_is_a_chat() -> None:
             "role": "assistant",
             "content": [
                 {"type": "thinking", "thinking": "Look.", "signature": "s"},
+                {"type": "thinking", "thinking": "There."},
                 {"type": "text", "text": "One moment."},
                 {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Bern"}},
                 {"type": "tool_use", "id": "t2", "name": "weather", "input": {}},
@@ -334,7 +335,7 @@ def test_a_conversation_with_tools_is_a_chat() -> None:
     assert body["messages"] == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Is it warm\nin Bern?"},
-        {"role": "assistant", "content": "One moment.", "reasoning": "Look.", "tool_calls": [call, other]},
+        {"role": "assistant", "content": "One moment.", "reasoning": "Look.\nThere.", "tool_calls": [call, other]},
         {"role": "tool", "tool_call_id": "t1", "content": "20 °C"},
         {"role": "tool", "tool_call_id": "t2", "content": "Error: no city"},
         {"role": "user", "content": "Well?"},
@@ -402,6 +403,7 @@ EDITS = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}, {"type": 
 IN_VAIN: dict[str, dict[str, Any]] = {
     "context_management": {"context_management": EDITS},
     "speed": {"speed": "fast"},
+    "thinking.budget_tokens": {"thinking": {"type": "disabled", "budget_tokens": 1024}},
     "thinking.display": {"thinking": {"type": "disabled", "display": "omitted"}},
     "output_config.task_budget": {"output_config": {"task_budget": {"type": "tokens", "total": 20_000}}},
     "tools[].defer_loading": {"tools": [TOOL | {"defer_loading": True}, TOOL | {"name": "n", "defer_loading": True}]},
@@ -409,7 +411,13 @@ IN_VAIN: dict[str, dict[str, Any]] = {
     "tools[].allowed_callers": {"tools": [TOOL | {"allowed_callers": ["direct", "code_execution_20250825"]}]},
     "tools[web_search_20250305]": {"tools": [TOOL, {"type": "web_search_20250305", "name": "web_search"}]},
 }
-NEUTRAL: dict[str, Any] = {"container": None, "mcp_servers": [], "speed": "standard", "context_management": {}}
+NEUTRAL: dict[str, Any] = {
+    "system": None,
+    "container": None,
+    "mcp_servers": [],
+    "speed": "standard",
+    "context_management": {},
+}
 
 
 @pytest.mark.parametrize("path", IN_VAIN)
@@ -514,7 +522,7 @@ def content(*blocks: Any, role: str = "user") -> dict[str, Any]:
             {"tools": [{"type": "computer_20250124", "name": "bash"}]},
             "tools[0]: Input should be a tool of type custom, bash",
         ),
-        ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management.edits[0].type"),
+        ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "type: must clear thoughts or tool uses"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers is not supported here; send the tools of MCP servers to"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice: must have name if and only if its type is tool"),
         ({"max_tokens": "many"}, "max_tokens"),
