@@ -26,7 +26,7 @@ from nats.errors import (
     OutboundBufferLimitError,
 )
 
-from ....schemas.errors import BrokerAway, BrokerDenied, BrokerUnavailable, PenstockError, StartupError
+from ....schemas.errors import BrokerAway, BrokerDenied, BrokerUnavailable, PayloadTooLarge, PenstockError, StartupError
 from .access import Access
 from .client import Callback, DirectClient, cancellations
 from .isolation import Isolation
@@ -232,7 +232,7 @@ class Link:
                 await self._client.post(f"{self._inbox}-{token}", b"")  # comes back once the server has read both
         except _NOT_SENT as error:
             exchange.trouble = str(error)
-        except (Error, ValueError) as error:  # a message that can never be sent
+        except (Error, ValueError, PayloadTooLarge) as error:  # a message that can never be sent
             if not exchange.answer.done():
                 exchange.answer.set_exception(error)
 

@@ -11,6 +11,7 @@ import pytest_asyncio
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
+from penstock.schemas.errors import PayloadTooLarge
 from penstock.streams.nats.broker import JetStreamBroker
 from penstock.streams.nats.connection import link as connection
 from penstock.streams.nats.connection.client import Callback
@@ -123,6 +124,13 @@ async def test_a_large_message_that_got_lost_is_sent_again(
 
     await link.subscribe("here.large", answer)
     async with asyncio.timeout(10):
+        await link.exchange("here.large", SIZES["large"])
+
+
+async def test_what_the_server_takes_no_more_is_too_large(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a reconnect to one whose operator has lowered `max_payload`."""
+    monkeypatch.setattr(link._client, "_max_payload", 1000)
+    with pytest.raises(PayloadTooLarge, match="262,144 bytes, but the broker accepts 1,000"):
         await link.exchange("here.large", SIZES["large"])
 
 
