@@ -322,12 +322,17 @@ class JobStage(Stage):
     async def is_over(self, job: ValidatedJob) -> bool:
         """True if the client cancelled. Raises `DeadlineExceeded` past the deadline."""
         if self.pipe.cancellations.include(job.tenant, job.id):
-            cancelled = Cancelled(job.id, Usage(job.prompt_tokens, 0, job.prompt_tokens))
+            said = await self._said(job)
+            cancelled = Cancelled(job.id, Usage(job.prompt_tokens, said, job.prompt_tokens + said))
             await self.pipe.emit(cancelled, tenant=job.tenant, bridge=job.bridge, key="end", priority=job.priority)
             return True
         if job.deadline <= self.pipe.now():
             raise DeadlineExceeded(f"The request waited past its deadline, in the stage {self.name}.")
         return False
+
+    async def _said(self, job: ValidatedJob) -> int:
+        """How many tokens of the answer there are: none, before a worker has the job."""
+        return 0
 
     @abstractmethod
     async def process(self, job: ValidatedJob) -> ValidatedJob:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 import uuid
 from typing import Annotated, Any
 
@@ -58,7 +57,8 @@ class ConversationRoutes(Routes):
         """Create a conversation."""
         asked = await read_parsed(ConversationBody, request, self._settings)
         await self._gateway.quotas.check(tenant_of(request), _length(request), RESPONSES)
-        made = Conversation(id=f"conv_{uuid.uuid4().hex}", created_at=int(time.time()), metadata=asked.metadata or {})
+        now = int(self._broker.now())
+        made = Conversation(id=f"conv_{uuid.uuid4().hex}", created_at=now, metadata=asked.metadata or {})
         store, tenant = await Conversations.of(self._broker), tenant_of(request)
         await store.create(tenant, made)
         if asked.items:
@@ -118,7 +118,8 @@ class ConversationRoutes(Routes):
         valid = re.fullmatch("conv_[0-9a-f]{32}", id)
         found = _existing(id, await store.read(tenant_of(request), id) if valid else None)
         if change:
-            await store.renew(tenant_of(request), found, time.time(), self._settings.responses_ttl * COPY_AFTER)
+            fresh = self._settings.responses_ttl * COPY_AFTER
+            await store.renew(tenant_of(request), found, self._broker.now(), fresh)
         return store, found
 
 

@@ -170,6 +170,9 @@ class Batch(JobStage):
             event = endings.ending(job.id, refusal)
             await self.pipe.emit(event, tenant=job.tenant, bridge=job.bridge, key="end", priority=job.priority)
 
+    async def _said(self, job: ValidatedJob) -> int:
+        return (await self.pipe.transcript(job.tenant, job.id)).usage.completion_tokens
+
     async def _wait(self, waiting: Waiting) -> None:
         """Return when the job has been sent to a worker, or its client has cancelled and was told so."""
         job, sent = waiting.job, waiting.sent

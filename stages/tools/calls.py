@@ -160,6 +160,7 @@ class Calls:
         self._turns: WeakValueDictionary[CallKey, asyncio.Lock] = (
             WeakValueDictionary()
         )  # of the calls that this copy makes
+        self._begun: set[CallKey] = set()  # calls that this copy has made, and whose claims have no result yet
         self._releases: set[asyncio.Task[None]] = set()  # releases of claims
 
     @contextlib.asynccontextmanager
@@ -253,9 +254,12 @@ class Calls:
                 if claim.result is not None:
                     return claim.result
                 result = None if tool.repeatable else UNKNOWN  # if it is interrupted
+                self._begun.add(key)
                 with tool_span(self._pipe.tracer, tool):
                     result = await self._toolbox.call(source, tool, arguments, keep)
-                return await through_outages(partial(self._log.settle, key, claim, result), key)
+                result = await through_outages(partial(self._log.settle, key, claim, result), key)
+                self._begun.discard(key)
+                return result
         except BaseException:
             if claim is None or claim.result is None:
                 release = asyncio.create_task(self._release(key, claim, result))
@@ -274,6 +278,7 @@ class Calls:
                 claim = await through_outages(partial(self._log.claim, key, self._owner), key)
             if claim.owner == self._owner and claim.result is None:
                 await through_outages(partial(self._log.leave, key, claim, result), key)
+            self._begun.discard(key)
 
     async def _claim(self, key: CallKey, repeatable: bool) -> Claim:
         """A claim of our own, or one with its result. If repeatable, we take over the claim of a copy that has died."""
@@ -281,6 +286,8 @@ class Calls:
             claim = await through_outages(partial(self._log.claim, key, self._owner), key)
             if claim.is_new or claim.result is not None:
                 return claim
+            if claim.owner == self._owner and key not in self._begun:
+                return claim  # it was stored, and the answer was lost
             if self._lives(claim.owner):
                 await asyncio.sleep(POLL_INTERVAL)
             elif not repeatable and claim.owner != FREE:

@@ -17,7 +17,7 @@ from memory_pipeline import MODEL, Pipeline, validated
 from penstock.config.process import host
 from penstock.engine.text.byte_tokenizer import END_OF_TEXT
 from penstock.schemas.errors import StartupError
-from penstock.schemas.events import FINAL, Delta, Done, Event, Failed, Output, Started, Token
+from penstock.schemas.events import FINAL, Cancelled, Delta, Done, Event, Failed, Output, Started, Token, Usage
 from penstock.schemas.jobs import InferenceBatch, ValidatedJob
 from penstock.schemas.registry import RETURNED, ModelCard, WorkerCard
 from penstock.schemas.wire import codec
@@ -192,6 +192,19 @@ def test_what_may_have_killed_a_worker_is_begun_alone() -> None:
         await pipeline.stop()
 
     asyncio.run(scene())
+
+
+async def test_what_is_cancelled_while_it_waits_for_a_successor_has_used_its_tokens() -> None:
+    pipeline = await Pipeline.start()
+    await pipeline.lose_worker()
+    job = job_of(pipeline)
+    await say(pipeline, job, started(job, 1), delta(job, 1, 0, TEXT[:5]))
+    await dispatch(pipeline, "w9", [job])
+    await pipeline.pipe.broker.notify(pipeline.pipe.subjects.cancel(job.tenant, job.id), b"")
+    events = await events_of(pipeline, job)
+    assert text_of(events) == TEXT[:5]
+    assert events[-1] == Cancelled(job.id, Usage(len(TEXT), 5, len(TEXT) + 5))
+    await pipeline.stop()
 
 
 async def test_two_workers_of_one_name() -> None:

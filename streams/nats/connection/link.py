@@ -26,7 +26,7 @@ from nats.errors import (
     OutboundBufferLimitError,
 )
 
-from ....schemas.errors import BrokerAway, BrokerDenied, BrokerUnavailable, PenstockError, StartupError
+from ....schemas.errors import BrokerAway, BrokerDenied, BrokerUnavailable, PayloadTooLarge, PenstockError, StartupError
 from .access import Access
 from .client import Callback, DirectClient, cancellations
 from .isolation import Isolation
@@ -38,10 +38,9 @@ NO_RESPONDERS = "503"
 
 _SWEEP = 0.1  # seconds between checks of unanswered exchanges, and before one without responders is resent
 _RESEND_AFTER = 1.0  # seconds without an answer
+_LARGE = 64 << 10  # bytes that may be under way for longer than that
 _RECOVERY_WAIT = 0.5  # seconds before a failed recovery is retried
-
 _REFUSED_FOR = 2.0  # timeouts for which a server may refuse a part that it accepted before
-
 _NOT_SENT = (ConnectionClosedError, ConnectionDrainingError, OutboundBufferLimitError)
 
 
@@ -225,20 +224,26 @@ class Link:
         await close_client(self._client)
 
     async def _send(self, token: str, exchange: _Exchange) -> None:
-        exchange.resend_at = self._loop.time() + _RESEND_AFTER
+        is_large = len(exchange.data) > _LARGE
+        exchange.resend_at = exchange.deadline if is_large else self._loop.time() + _RESEND_AFTER
         try:
             await self._client.post(exchange.subject, exchange.data, self._inbox + token, exchange.headers)
+            if is_large:
+                await self._client.post(f"{self._inbox}-{token}", b"")  # comes back once the server has read both
         except _NOT_SENT as error:
             exchange.trouble = str(error)
-        except (Error, ValueError) as error:  # a message that can never be sent
+        except (Error, ValueError, PayloadTooLarge) as error:  # a message that can never be sent
             if not exchange.answer.done():
                 exchange.answer.set_exception(error)
 
     def _answered(self, message: Msg) -> None:
-        exchange = self._open.get(message.subject[len(self._inbox) :])
+        token = message.subject[len(self._inbox) :]
+        exchange = self._open.get(token.removeprefix("-"))
         if exchange is None or exchange.answer.done():
             return
-        if message.headers and not message.data and message.headers.get("Status") == NO_RESPONDERS:
+        if token.startswith("-"):
+            exchange.resend_at = min(exchange.resend_at, self._loop.time() + _RESEND_AFTER)
+        elif message.headers and not message.data and message.headers.get("Status") == NO_RESPONDERS:
             # The stream is being created, or is electing a leader.
             exchange.trouble = f"no responder for {exchange.subject}"
             exchange.resend_at = self._loop.time() + _SWEEP

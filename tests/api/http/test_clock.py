@@ -42,3 +42,11 @@ async def test_a_file_expires_by_the_brokers_clock() -> None:
     await put_file(await Objects.of(broker, FILES), "one.file-1", data(), "f.jsonl", "batch", 3600)
     await delete_expired_files(broker)
     assert (await find_file(broker, "one", "file-1")).about["expires_at"] == pytest.approx(broker.now() + 3600, abs=30)
+
+
+@pytest.mark.parametrize("behind", [7200.0, -7200.0])
+async def test_a_conversation_lives_by_the_brokers_clock(behind: float) -> None:
+    """Its items are renewed when they are old; those of a bridge whose clock is ahead expired, for they seemed new."""
+    script = await Script.start(MemoryBroker(now=lambda: time.time() + behind))
+    made = json.loads((await ask(script.app, "POST", "/v1/conversations", b"{}")).body)
+    assert made["created_at"] == pytest.approx(script.broker.now(), abs=30)

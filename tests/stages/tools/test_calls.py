@@ -175,3 +175,15 @@ async def test_a_claim_of_which_nothing_was_heard_is_given_back(copies: Copies, 
     async with asyncio.timeout(PATIENCE):
         assert await copies.make(copies.first if same else copies.second, repeatable=False) == ToolResult("call 1")
     assert copies.toolbox.calls == 1
+
+
+async def test_a_claim_of_which_nothing_was_heard_is_the_copys_own(copies: Copies) -> None:
+    """The broker had stored it, but was away before it said so. The call was not made, so that it is made now."""
+    copies.ledger.is_away = copies.ledger.arrives = True
+    making = copies.make(copies.first, repeatable=False)
+    await copies.ledger.asked.wait()
+    copies.ledger.is_away = copies.ledger.arrives = False
+    copies.toolbox.goes.set()
+    async with asyncio.timeout(PATIENCE):
+        assert await making == ToolResult("call 1")
+    assert copies.toolbox.calls == 1
