@@ -27,8 +27,8 @@ class EngineRequest:
 
     Requests share cached prefixes only if they have the same `cache_salt`, such as a tenant's name, and the same
     `adapter`, the name of a loaded one or None. `priority` 0 is served first, then 1, and so on; within a priority, the
-    salt of which clearly more than an equal share runs gives way to others. `images` are those of the prompt, in its
-    order.
+    requests of a salt that has had clearly more than an equal share of late give way to others. `images` are those of
+    the prompt, in its order.
     """
 
     id: str

@@ -209,15 +209,16 @@ def test_seats_are_not_kept_for_a_flood_that_is_over() -> None:
     assert found.ledger.broken == []
 
 
-def test_a_flood_hardly_delays_who_asks_for_little() -> None:
+@pytest.mark.parametrize(("rate", "prompt"), [(40.0, 56), (3.0, 800)])
+def test_a_flood_hardly_delays_who_asks_for_little(rate: float, prompt: int) -> None:
     """A step of 32 of the flood's requests takes 70 ms, and one with its prompts beside them 150."""
     costs = {"prefill_us": 580.0, "decode_ms": {"1": 9.0, "8": 25.0, "32": 70.0}}
-    request = {"prompt": {"mean": 56}, "answer": {"mean": 32}}
-    flood = {"name": "flood", "rate": 40.0, "begins": 4.0, **request}
-    quiet = {"name": "quiet", "rate": 4.0, "arrivals": "even", **request}
+    answer = {"mean": 32}
+    flood = {"name": "flood", "rate": rate, "begins": 4.0, "prompt": {"mean": prompt}, "answer": answer}
+    quiet = {"name": "quiet", "rate": 4.0, "arrivals": "even", "prompt": {"mean": 56}, "answer": answer}
     workers = [{"count": 1, "seats": 32, "prefill_chunk": 256, "costs": costs}]
     first = []
-    for jobs, tenants in ((80, [quiet]), (800, [flood, quiet])):
+    for jobs, tenants in ((80, [quiet]), (int(16 * rate) + 80, [flood, quiet])):
         sources = document(run(jobs=jobs, settings={"queue_limit": 100}, workers=workers, tenants=tenants))["sources"]
         assert set(sources[-1]["outcomes"]) == {"done"} and sources[-1]["tenant"] == "quiet"
         first.append(sources[-1]["ttft"])

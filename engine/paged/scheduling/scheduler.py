@@ -3,8 +3,8 @@
 All rows form one line, ordered by priority and arrival. Decoding rows come first, with one token each. The rest of a
 step's token budget goes to prompts in line order, started or not, all of one priority; they get at most half of the
 step while a more urgent row decodes. In the step that completes those prompts, decoding rows of a lower priority wait,
-but never in two steps in a row. So do, within a priority, rows of a tenant that runs more than its share: they stand
-behind those of others in line, and their prompts share no step that can complete a prompt of others.
+but never in two steps in a row. So do, within a priority, rows of a tenant that lately had more than its share; its
+prompts come after those of others, and share no step that can complete one of them.
 
 When blocks run out, the scheduler preempts the last running row in line: it releases its blocks and waits, in its old
 order, to be computed again; its published blocks stay cached. The first row in line always runs.
@@ -28,7 +28,7 @@ from ...request import Preemption
 from ..kv.blocks import KVBlocks, Tables
 from ..state.slots import NoSlots, Slots
 from .picture_gate import PictureGate
-from .row_counts import RowCounts
+from .precedence import Precedence
 from .rows import Row, Scheduled
 
 _MAX_OVERTAKES = 32  # rows admitted past one that waits for blocks; then the rows behind it wait as well
@@ -68,7 +68,7 @@ class Scheduler:
         self._gate = gate or PictureGate()
         self._max_batch_size = max_batch_size
         self._reserved = min(reserved, max_batch_size - 1)
-        self._counts = RowCounts(max_batch_size)
+        self._precedence = Precedence(max_batch_size)
         self._max_step_tokens = max_step_tokens
         self._share = max(max_step_tokens // 2, 1) if chunked else None  # the tokens of a prompt while others wait
         self._rows: dict[Choice, Row] = {}
@@ -98,7 +98,7 @@ class Scheduler:
         self._arrivals += 1
         self._gate.is_idle = False
         self._rows[choice] = row
-        self._counts.add(row)
+        self._precedence.add(row)
         insort(self._waiting, row, key=_order)
 
     def remove(self, choice: Choice) -> None:
@@ -107,7 +107,7 @@ class Scheduler:
         if row is None:
             return
         self._gate.forget(choice)
-        self._counts.remove(row)
+        self._precedence.remove(row)
         if row.running:
             self._running.remove(row)
             self._leave(row)
@@ -138,10 +138,8 @@ class Scheduler:
         preemptions = self.num_preemptions
         scheduled: list[Scheduled] = []
         prefills: list[Row] = []
-        line = self._line = self._counts.place if self._counts.begin() else _order
-        for row in sorted(self._running, key=line):
-            if not row.running:  # one before it in line has needed its blocks
-                break
+        line = self._line = self._precedence.place if self._precedence.begin() else _order
+        for row in self._running:  # preemption removes rows from the end, up to this one
             lacking = row.num_tokens - row.num_computed
             if lacking > 1:
                 prefills.append(row)
@@ -152,13 +150,13 @@ class Scheduler:
             return scheduled
         self._gate.begin()
         left = self._max_step_tokens - len(scheduled)
-        level = self._counts.level
+        level = self._precedence.level
         lacked = 0  # tokens that the prompts in `shares` lack still
         urgent = min((level(one.row) for one in scheduled), default=inf)
         shares: dict[Row, int] = {}
         blocked: list[Row] = []
-        for row in merge(prefills, self._entrants(blocked), key=line):
-            if left <= 0 or (shares and self._counts.parts(next(iter(shares)), row, lacked <= left)):
+        for row in merge(sorted(prefills, key=line), self._entrants(blocked), key=line):
+            if left <= 0 or (shares and self._precedence.parts(next(iter(shares)), row, lacked <= left)):
                 break
             if level(row) > urgent and self._share is not None:
                 left = min(left, self._share)
@@ -172,9 +170,10 @@ class Scheduler:
                 left -= count
                 lacked += lacking - count
         if self.num_preemptions != preemptions:
-            left += len(scheduled)
+            left += len(scheduled) + sum(shares.values())
             scheduled = [one for one in scheduled if one.row.running]
-            left -= len(scheduled)
+            shares = {row: count for row, count in shares.items() if row.running}
+            left -= len(scheduled) + sum(shares.values())
         self._spread(shares, left)
         for row in prefills:
             row.choice.is_waiting = row not in shares
@@ -198,6 +197,7 @@ class Scheduler:
         Call it before appending the rows' tokens: a row that finishes is removed and publishes no more blocks.
         """
         block_size = self._blocks.block_size
+        self._precedence.spend(scheduled)
         for row, count, _ in scheduled:
             if not row.running:  # removed meanwhile
                 continue
@@ -219,7 +219,7 @@ class Scheduler:
         assert set(self._rows.values()) == {*self._waiting, *self._running}, "a row is lost"
         assert len(self._rows) == len(self._waiting) + len(self._running), "a row waits and runs"
         assert len(self._running) <= self._max_batch_size, f"{len(self._running)} rows run"
-        self._counts.check_integrity(self._running, self._waiting)
+        self._precedence.check_integrity(self._running, self._waiting)
         for row in self._waiting:
             assert not (row.running or row.num_computed or any(row.tables.blocks)), "a waiting row holds something"
         for row in self._running:
@@ -244,7 +244,7 @@ class Scheduler:
             if any(other.passed == _MAX_OVERTAKES or other.priority < row.priority for other in blocked):
                 return
             is_full = row.priority > 0 and len(self._running) >= self._max_batch_size - self._reserved
-            if not (is_full or self._counts.is_full(row) or row.choice.pending or row.awaits in self._claims):
+            if not (is_full or self._precedence.is_full(row) or row.choice.pending or row.awaits in self._claims):
                 yield row
 
     def _match(self, row: Row) -> int | None:
@@ -291,8 +291,8 @@ class Scheduler:
         if not shares or not ends or self._has_waited:
             self._has_waited = False
             return scheduled
-        level = self._counts.level(next(iter(shares)))
-        decoding = [one for one in scheduled if self._counts.level(one.row) <= level]
+        level = self._precedence.level(next(iter(shares)))
+        decoding = [one for one in scheduled if self._precedence.level(one.row) <= level]
         self._has_waited = len(decoding) < len(scheduled)
         return decoding
 
@@ -304,8 +304,7 @@ class Scheduler:
         while not self._blocks.grow(row.tables, num_tokens):
             if len(self._running) == 1:
                 raise RuntimeError(f"{num_tokens} tokens of one choice outgrow the key-value cache")
-            last = max(reversed(self._running), key=self._line)
-            self._running.remove(last)
+            last = self._running.pop()
             self._leave(last)
             insort(self._waiting, last, key=_order)
             self.num_preemptions += 1
@@ -318,7 +317,7 @@ class Scheduler:
         """Start a row, which holds its `matched` leading blocks and claims the other blocks of its prompt."""
         self._waiting.remove(row)
         insort(self._running, row, key=_order)
-        self._counts.enter(row)
+        self._precedence.enter(row)
         self._blocks.attach(row.tables, matched)
         row.running = True
         row.choice.is_waiting = False
@@ -338,7 +337,7 @@ class Scheduler:
         self._unclaim(row, row.tables.keys[row.tables.num_published :])
         self._blocks.release(row.tables)
         self._slots.leave(row.state)
-        self._counts.leave(row)
+        self._precedence.leave(row)
         row.running = False
         row.choice.is_waiting = True
         row.num_computed = 0
