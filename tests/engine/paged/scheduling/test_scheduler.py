@@ -475,6 +475,18 @@ def test_a_prompt_does_not_wait_for_long_ones_of_another_tenant() -> None:
     machine.finish()
 
 
+def test_a_prompt_that_an_older_one_takes_the_blocks_of_is_in_no_step() -> None:
+    machine = Machine([GroupSpec(14, None)])
+    older, prompt = make_choice(LETTERS[:40], salt="long"), make_choice(LETTERS[:36], salt="quiet")
+    machine.add(older)
+    assert machine.step() == {older: 16}
+    machine.add(prompt)
+    assert [machine.step() for _ in range(2)] == [{prompt: 8, older: 8}] * 2
+    assert machine.step() == {older: 8}  # the other was before it in line, and has been preempted
+    machine.finish()
+    assert (older.tokens, prompt.tokens) == (naive(older), naive(prompt))
+
+
 def test_tenants_with_about_as_much_do_not_wait_for_each_other() -> None:
     machine, flood = flooded()
     others = [make_choice(LETTERS[index : index + 3], max_tokens=20, salt="other") for index in range(4)]
