@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 
 import pytest
 from hypothesis import given
@@ -34,8 +33,8 @@ class Worker:
             self.shares.look(Counter(needed), self.now)
 
     def ask(self, tenant: str, wanted: int = 1) -> bool:
-        free, held = self.seats - self.held.total(), partial(Counter, self.held)
-        may = free >= wanted and self.shares.allow(tenant, wanted, held, self.seats, free, self.now)
+        seats, free = self.seats, self.seats - self.held.total()
+        may = free >= wanted and self.shares.allow(tenant, wanted, lambda: Counter(self.held), seats, free, self.now)
         self.held[tenant] += wanted * may
         return may
 
