@@ -23,6 +23,7 @@ RECENT = 60.0  # seconds for which seats are kept for a tenant that has sent req
 # comes, since who waits would wait for nobody.
 _RISE, _FALL = 0.5, 0.05
 _MARGIN = 2.0  # in roots of what is needed: if requests come by chance, few find more of them there
+_LEAST = 0.5  # seats; for less, none is kept: it would be half of a small worker, long after a flood is over
 
 
 class SeatShares:
@@ -90,7 +91,7 @@ class SeatShares:
         needed = self._needed(capacity) - self._part(tenant, capacity)
         kept = min(needed + _MARGIN * sqrt(max(0.0, needed)), capacity - share)
         used = sum(min(number, self._share(other, capacity)) for other, number in by_tenant.items() if other != tenant)
-        return free - wanted >= ceil(kept - used - 1e-9)
+        return kept < _LEAST or free - wanted >= ceil(kept - used - 1e-9)
 
     def _others(self, tenant: str, now: float) -> bool:
         """Whether anybody else came lately."""

@@ -14,10 +14,11 @@ SEATS = 32
 
 
 class Worker:
-    """One worker of `SEATS`, whose tenants' requests never end by themselves."""
+    """One worker of so many seats, whose tenants' requests never end by themselves."""
 
-    def __init__(self, most: float = 0.75, weights: dict[str, float] | None = None) -> None:
+    def __init__(self, most: float = 0.75, weights: dict[str, float] | None = None, seats: int = SEATS) -> None:
         self.shares = SeatShares(most, weights)
+        self.seats = seats
         self.held = Counter[str]()
         self.now = 0.0
 
@@ -32,8 +33,8 @@ class Worker:
             self.shares.look(Counter(needed), self.now)
 
     def ask(self, tenant: str, wanted: int = 1) -> bool:
-        free = SEATS - self.held.total()
-        may = free >= wanted and self.shares.allow(tenant, wanted, lambda: Counter(self.held), SEATS, free, self.now)
+        seats, free = self.seats, self.seats - self.held.total()
+        may = free >= wanted and self.shares.allow(tenant, wanted, lambda: Counter(self.held), seats, free, self.now)
         self.held[tenant] += wanted * may
         return may
 
@@ -53,6 +54,17 @@ def test_little_is_kept_for_a_flood_that_is_over() -> None:
     assert worker.flood("other") == SEATS // 2
     worker.pass_with(8, other=500)
     assert worker.flood("other") >= SEATS * 3 // 4
+
+
+def test_no_seat_of_a_small_worker_stays_empty_long_after_a_flood() -> None:
+    """Ten seconds, then another tenant gets the seat that is half of the worker."""
+    worker = Worker(seats=2)
+    worker.come("flood", "other")
+    assert worker.ask("other")
+    worker.pass_with(60, flood=500, other=500)
+    assert worker.flood("other") == 1
+    worker.pass_with(10, other=500)
+    assert worker.flood("other") == 2
 
 
 def test_a_tenant_alone_gets_every_seat() -> None:
