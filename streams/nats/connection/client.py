@@ -23,7 +23,7 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error, SecureConnWantedError
 from nats.protocol.parser import Parser
 
-from ....schemas.errors import PayloadTooLarge
+from ...port import check_size
 from .access import Access
 from .reading import DirectReader
 
@@ -66,10 +66,9 @@ class DirectClient(Client):
         Raises as `publish` does, but `PayloadTooLarge` for what the server that has us now does not take, and
         `CancelledError` where that would swallow it while it waits for space.
         """
-        if len(data) > self._max_payload:
-            most = self._max_payload
-            raise PayloadTooLarge(f"The message has {len(data):,} bytes, but the broker accepts {most:,} at most.")
         command = _command(subject, data, reply, headers)
+        if command is None or len(command) > self._max_payload:
+            check_size(data, headers or {}, self._max_payload)
         fits = command is not None and self._pending_data_size + len(command) <= self._max_pending_size
         if command is None or not fits or not self.is_connected:
             before = cancellations()
