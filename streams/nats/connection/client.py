@@ -23,7 +23,7 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error, SecureConnWantedError
 from nats.protocol.parser import Parser
 
-from ...port import check_size
+from ....schemas.errors import PayloadTooLarge
 from .access import Access
 from .reading import DirectReader
 
@@ -67,8 +67,10 @@ class DirectClient(Client):
         `CancelledError` where that would swallow it while it waits for space.
         """
         command = _command(subject, data, reply, headers)
-        if command is None or len(command) > self._max_payload:
-            check_size(data, headers or {}, self._max_payload)
+        if len(data if command is None else command) > (most := self._max_payload):
+            size = len(data) if command is None else len(command) - command.index(b"\n") - 3  # with headers
+            if size > most:
+                raise PayloadTooLarge(f"The message has {size:,} bytes, but the broker accepts {most:,} at most.")
         fits = command is not None and self._pending_data_size + len(command) <= self._max_pending_size
         if command is None or not fits or not self.is_connected:
             before = cancellations()
