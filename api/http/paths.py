@@ -61,6 +61,6 @@ def advice(request: Request) -> str:
 def _is_base(request: Request, start: str) -> bool:
     """Whether a base URL can be meant by the start of a path: not what an API of OpenAI's or others has below /v1, as
     in /v1/vector_stores/x/files, but for the beginning of a path that is here."""
-    below = re.match(r"(?:/v1)+/.+", start)
+    below = re.match(r"(?:/v1)++/.+", start)
     paths = (route.path for route in request.app.routes if isinstance(route, Route))
     return below is None or any(f"{path}/".startswith(f"{start}/") for path in paths)

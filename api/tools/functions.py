@@ -113,10 +113,14 @@ def tool(
                 f"{called or function}: a tool's name has up to {MAX_TOOL_NAME} letters, digits, -, _ and .; set `name`"
             )
 
-        @functools.wraps(function)
+        inner = function.func if isinstance(function, functools.partial) else function
+
         def bind(**arguments: Any) -> dict[str, Any]:
             return arguments
 
+        functools.update_wrapper(bind, inner)
+        bind.__annotations__ = getattr(inner, "__annotations__", {})
+        bind.__dict__["__wrapped__"] = function  # whose signature lacks what a partial has filled in
         try:
             parameters = TypeAdapter(cast(Any, function)).json_schema(schema_generator=_Untitled)
             checked = validate_call(bind)
@@ -128,7 +132,7 @@ def tool(
             raise TypeError(f"{called} cannot be a tool: it belongs to no object yet; call tool(object.{called})")
         if inspect.isasyncgenfunction(function):
             raise TypeError(f"{called} cannot be a tool: it yields its values; return them")
-        text = inspect.getdoc(function) or "" if description is None else description
+        text = inspect.getdoc(inner) or "" if description is None else description
         return Function(function, called, text, parameters, repeatable, timeout, _bind=checked)
 
     return made if function is None else made(function)

@@ -151,7 +151,7 @@ class Scheduler:
         self._gate.begin()
         left = self._max_step_tokens - len(scheduled)
         level = self._precedence.level
-        lacked = 0  # tokens that the prompts in `shares` lack still
+        lacked = 0.0  # tokens that the prompts in `shares` lack still; infinite if this step cannot compute them all
         urgent = min((level(one.row) for one in scheduled), default=inf)
         shares: dict[Row, int] = {}
         blocked: list[Row] = []
@@ -168,7 +168,7 @@ class Scheduler:
             if self._admit(row, matched, count, shares, blocked):
                 shares[row] = count
                 left -= count
-                lacked += lacking - count
+                lacked += lacking - count if lacking == row.num_tokens - row.num_computed else inf
         if self.num_preemptions != preemptions:
             left += len(scheduled) + sum(shares.values())
             scheduled = [one for one in scheduled if one.row.running]
@@ -276,7 +276,7 @@ class Scheduler:
         """Distribute the rest of the budget to prompts, in line order."""
         if self._share is None:
             return
-        for row in sorted(shares, key=_order):
+        for row in shares:
             more = row.whole(min(self._gate.lacking(row), shares[row] + max(left, 0))) - shares[row]
             if more > 0 and self._blocks.grow(row.tables, row.num_computed + shares[row] + more):
                 shares[row] += more

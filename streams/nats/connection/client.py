@@ -66,10 +66,11 @@ class DirectClient(Client):
         Raises as `publish` does, but `PayloadTooLarge` for what the server that has us now does not take, and
         `CancelledError` where that would swallow it while it waits for space.
         """
-        if len(data) > self._max_payload:
-            most = self._max_payload
-            raise PayloadTooLarge(f"The message has {len(data):,} bytes, but the broker accepts {most:,} at most.")
         command = _command(subject, data, reply, headers)
+        if len(data if command is None else command) > (most := self._max_payload):
+            size = len(data) if command is None else len(command) - command.index(b"\n") - 3  # with headers
+            if size > most:
+                raise PayloadTooLarge(f"The message has {size:,} bytes, but the broker accepts {most:,} at most.")
         fits = command is not None and self._pending_data_size + len(command) <= self._max_pending_size
         if command is None or not fits or not self.is_connected:
             before = cancellations()

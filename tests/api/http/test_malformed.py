@@ -217,6 +217,7 @@ OTHER_PATHS = [
     Row("/chat/completions", {}, 404, "no such path; /v1/chat/completions is one", None, "not_found"),
     Row("/v1/v1/messages", {}, 404, "/v1/messages is one, so correct the client's base URL", None, "not_found"),
     Row("/v1/v1/messages", None, 404, "no such path; see /docs", None, "not_found", "GET"),
+    Row("/v1/v1/v1/models", None, 404, "no such path; /v1/models is one", None, "not_found", "GET"),
     Row("//v1/completions", {}, 404, "/v1/completions is one, so correct the client's base URL", None, "not_found"),
     Row("/v1//completions", {}, 404, "/v1/completions is one, so correct the client's base URL", None, "not_found"),
     Row("//v1//models/", None, 404, "no such path; /v1/models is one", None, "not_found", "GET"),

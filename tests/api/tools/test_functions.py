@@ -180,10 +180,15 @@ async def test_a_method_of_an_object_is_a_tool() -> None:
     assert await balance.run({"month": 5}) == ToolResult("5 €")
 
 
-def test_what_can_be_called_and_has_no_name_needs_one() -> None:
-    half = functools.partial(pow, exp=2)
+async def test_what_can_be_called_and_has_no_name_needs_one() -> None:
+    square, monthly = functools.partial(pow, exp=2), functools.partial(Account.balance, Account())
     with pytest.raises(TypeError, match=r"partial\(.*: a tool's name has up to 128 .* set `name`"):
-        tool(half)
+        tool(square)
+    assert await tool(name="square")(square).run({"base": 5}) == ToolResult("25")
+    balance = tool(name="balance")(monthly)
+    assert (balance.description, [*balance.parameters["properties"]]) == ("What is left.", ["month"])
+    assert await balance.run({"month": 5}) == ToolResult("5 €")
+    assert (await balance.run({"month": "May"})).is_error
 
 
 @pytest.mark.parametrize("name", ["<lambda>", "a b", "x" * 129])

@@ -487,6 +487,32 @@ def test_a_prompt_that_an_older_one_takes_the_blocks_of_is_in_no_step() -> None:
     assert (older.tokens, prompt.tokens) == (naive(older), naive(prompt))
 
 
+def test_what_is_left_goes_to_the_prompt_that_a_flood_gives_way_to() -> None:
+    machine = Machine(FULL, max_step_tokens=17)
+    more, prompt = make_choice(LETTERS[:60], salt="flood"), make_choice(LETTERS[:40], salt="quiet")
+    machine.add(more)
+    assert machine.step() == {more: 17}
+    machine.add(prompt)
+    assert machine.step() == {prompt: 9, more: 8}
+    machine.finish()
+
+
+def test_a_scored_prompt_shares_the_steps_in_which_it_cannot_end_with_a_flood() -> None:
+    params = GenerationParams(max_tokens=1, ignore_eos=True, prompt_logprobs=0)
+    scored = Choice(EngineRequest("r", tuple(bytes(600)), params, 0, cache_salt="quiet"), 0, TOKENIZER, INFO)
+    scheduler = Scheduler(KVBlocks(SIZE, [GroupSpec(1_000, None)], 1_024), 8, 1_024)
+    flood = [make_choice(LETTERS[index : index + 90], max_tokens=9, salt="flood") for index in range(4)]
+    scheduler.add(flood[0])
+    scheduler.commit(scheduler.schedule())
+    for choice in [*flood[1:], scored]:
+        scheduler.add(choice)
+    steps = []
+    for _ in range(3):
+        scheduler.commit(scheduled := scheduler.schedule())
+        steps.append({one.row.choice: one.num_tokens for one in scheduled if one.num_tokens > 1})
+    assert steps == [{scored: 256, **dict.fromkeys(flood[1:], 90)}, {scored: 256}, {scored: 88}]
+
+
 def test_tenants_with_about_as_much_do_not_wait_for_each_other() -> None:
     machine, flood = flooded()
     others = [make_choice(LETTERS[index : index + 3], max_tokens=20, salt="other") for index in range(4)]
