@@ -79,15 +79,18 @@ class Bench:
         self.backend, self.vision, self._model, self._family = backend, backend.runner.vision, model, family
         self.pictures, self.recorder = self.vision.pictures, Recorder(self.vision)
 
-    def choice(self, words: str, *salts: int, priority: int = HIGH, length: int = SHORT) -> Choice:
-        """Of a request about pictures that differ by their salts."""
+    def choice(
+        self, words: str, *salts: int, priority: int = HIGH, length: int = SHORT, beside: Choice | None = None
+    ) -> Choice:
+        """Of a request about pictures that differ by their salts; of the tenant of the choice `beside`, else its own."""
         mark, tokenizer = self.vision.processor.mark(self.backend.tokenizer), self.backend.tokenizer
         given = [GivenImage(picture(salt=salt), ANY, "image") for salt in salts]
         text = f"{words} {mark * len(salts)} Well?"
         ids, images = self.vision.processor.insert(text, given, tokenizer, context_length=2000)
         params = GenerationParams(temperature=0, max_tokens=length, ignore_eos=True)
         name = f"request {next(_numbers)}"
-        request = EngineRequest(name, tuple(ids), params, seed=0, priority=priority, images=images, cache_salt=name)
+        tenant = name if beside is None else beside.request.cache_salt
+        request = EngineRequest(name, tuple(ids), params, seed=0, priority=priority, images=images, cache_salt=tenant)
         return Choice(request, 0, tokenizer, self.backend.info)
 
     def add(self, *choices: Choice) -> None:
@@ -169,7 +172,8 @@ def bench(shared: Bench) -> Bench:
 
 
 def test_a_stream_gets_a_token_between_all_parts_of_a_picture(bench: Bench) -> None:
-    stream, seeing = bench.choice("A long story.", length=LONG), bench.choice("Here is", 1)
+    stream = bench.choice("A long story.", length=LONG)
+    seeing = bench.choice("Here is", 1, beside=stream)
     bench.add(stream)
     bench.step()
     bench.add(seeing)
@@ -263,7 +267,9 @@ def test_features_have_the_same_bits_in_all_schedules(bench: Bench) -> None:
 def test_a_picture_that_is_seen_as_a_whole_passes_block_by_block(family: str, blocks: int, make: Make) -> None:
     bench = make(family)
     stream, at_once = bench.choice("A long story.", length=LONG), bench.choice("Here is", 1)
-    by_blocks, cancelled = bench.choice("And here", 2), bench.choice("And now", 3)
+    by_blocks, cancelled = (
+        bench.choice(words, salt, beside=stream) for words, salt in (("And here", 2), ("And now", 3))
+    )
     bench.add(stream, at_once)
     bench.run(at_once)
     bench.vision.budget = 0
