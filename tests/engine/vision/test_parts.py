@@ -82,7 +82,7 @@ class Bench:
     def choice(
         self, words: str, *salts: int, priority: int = HIGH, length: int = SHORT, beside: Choice | None = None
     ) -> Choice:
-        """Of a request about pictures that differ by their salts; of the tenant of the choice `beside`, else its own."""
+        """Of a request about pictures that differ by their salts, of the tenant of `beside`, or one of its own."""
         mark, tokenizer = self.vision.processor.mark(self.backend.tokenizer), self.backend.tokenizer
         given = [GivenImage(picture(salt=salt), ANY, "image") for salt in salts]
         text = f"{words} {mark * len(salts)} Well?"
