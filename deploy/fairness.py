@@ -4,8 +4,8 @@
     python deploy/fairness.py http://127.0.0.1:8000 --good sk-good-tenant --bad sk-bad-tenant --rate 2 --times 10
 
 Both send ordinary requests at an even rate, the flood so many `times` as many, with prompts of so many `numbers`, each
-some 18 tokens: 6 as the good tenant's, or fewer requests of more. First the good tenant is alone. Choose a `--rate` below
-half of what the server can do: that is the good tenant's fair share. Prints the outcomes of both, the good one's
+some 18 tokens: 6 as the good tenant's, or fewer requests of more. First the good tenant is alone. Choose a `--rate`
+below half of what the server can do: that is the good tenant's fair share. Prints the outcomes of both, the good one's
 throughput and the time to its first token, alone and beside the flood.
 """
 
