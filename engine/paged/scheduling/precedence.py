@@ -16,6 +16,7 @@ from .rows import Row, Scheduled
 
 _SLACK = 0.05  # of all that was spent: tenants that are about equal do not give way to each other
 _HALF_LIFE = 32  # steps after which what was spent counts half
+_NOBODY: frozenset[str] = frozenset()
 _OVERTAKES = 500  # that arrive later and go before one that gives way; a level of priority outranks more
 
 
@@ -28,7 +29,7 @@ class Precedence:
         self._present: Counter[str] = Counter()  # rows that wait or run, by tenant
         self._spent: Counter[str] = Counter()  # weighted tokens, by tenant
         self._steps = 0
-        self._yielding: frozenset[str] = frozenset()  # tenants; set by begin
+        self._yielding = _NOBODY  # tenants; set by begin
 
     def add(self, row: Row) -> None:
         self._present[row.tenant] += 1
@@ -55,9 +56,11 @@ class Precedence:
 
     def begin(self) -> bool:
         """Decide for a step which rows give way; returns whether any do."""
-        spent = {tenant: self._spent[tenant] for tenant in self._present}
-        much = (1 / max(len(spent), 1) + _SLACK) * sum(spent.values())
-        self._yielding = frozenset(tenant for tenant, tokens in spent.items() if tokens > much)
+        self._yielding = _NOBODY
+        if len(self._present) > 1:
+            spent = {tenant: self._spent[tenant] for tenant in self._present}
+            much = (1 / len(spent) + _SLACK) * sum(spent.values())
+            self._yielding = frozenset(tenant for tenant, tokens in spent.items() if tokens > much)
         return bool(self._yielding)
 
     def spend(self, scheduled: Iterable[Scheduled]) -> None:

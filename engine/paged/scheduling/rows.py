@@ -17,21 +17,21 @@ _MAX_SCORED = 256  # the most tokens of a step whose logits are all kept
 class Row:
     """One choice in the scheduler, which sets all attributes."""
 
-    __slots__ = ("__weakref__", "awaits", "choice", "num_computed", "order", "passed", "running", "state", "tables")
+    __slots__ = (
+        *("__weakref__", "awaits", "choice", "num_computed", "order", "passed"),
+        *("running", "state", "tables", "tenant"),
+    )
 
     def __init__(self, choice: Choice, arrival: int, tables: Tables) -> None:
         self.choice = choice
         self.order = arrival + _PRIORITY * choice.request.priority  # of the line, ascending
         self.tables = tables
+        self.tenant = choice.request.cache_salt
         self.state = RowState()
         self.num_computed = 0  # tokens whose keys and values are in the pools
         self.running = False
         self.awaits = b""  # the key of a block that another row is computing and this one will reuse
         self.passed = 0  # rows that were admitted while this one waited for blocks
-
-    @property
-    def tenant(self) -> str:
-        return self.choice.request.cache_salt
 
     @property
     def priority(self) -> int:
