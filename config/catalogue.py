@@ -15,7 +15,6 @@ The other keys are the fields of `schemas.catalogue.CatalogueEntry`.
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from ..schemas.errors import ConfigurationError
 from ..schemas.models.catalogue import CatalogueEntry, parse_keep_alive
 from ..schemas.sources import absolute_pair, gguf_model, is_gguf, looks_like_path
-from .files import read_text
+from .files import read_toml
 from .sources import Loaded
 
 _KEPT = ("version", "name", "revision", "others", "failed_swap")  # not the file's to set
@@ -94,13 +93,11 @@ def read_models(file: Path | None = None, directory: Path | None = None) -> tupl
 
 def _from_file(path: Path, faults: list[str]) -> list[_Found]:
     try:
-        tables = tomllib.loads(read_text(path, "utf-8-sig"))
+        tables = read_toml(path)
     except FileNotFoundError:
         faults.append(f"{path}: no such file; name an existing one")
-    except (OSError, UnicodeDecodeError) as error:
-        faults.append(f"{path}: cannot be read: {error}; check its permissions and encoding (UTF-8)")
-    except tomllib.TOMLDecodeError as error:
-        faults.append(f"{path}: not valid TOML: {error}")
+    except ConfigurationError as error:
+        faults += error.faults
     else:
         for key in (key for key in tables if key != "models"):
             faults.append(f"{path}: [{key}] is unknown; each model needs a table of its own, such as [models.{key}]")

@@ -6,7 +6,11 @@ import errno
 import io
 import os
 import stat
+import tomllib
 from pathlib import Path
+from typing import Any
+
+from ..schemas.errors import ConfigurationError
 
 MOST_PIPED = 64 << 20  # bytes of what is no regular file, which may have no end
 
@@ -38,6 +42,19 @@ def read_bytes(path: Path) -> bytes:
 def read_text(path: Path, encoding: str = "utf-8") -> str:
     """As `read_bytes`, as a text. Raises `UnicodeDecodeError`, too."""
     return io.TextIOWrapper(io.BytesIO(read_bytes(path)), encoding).read()
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Raises `FileNotFoundError`, and `ConfigurationError` for what cannot be read or is no TOML."""
+    try:
+        return tomllib.loads(read_text(path, "utf-8-sig"))
+    except FileNotFoundError:
+        raise
+    except (OSError, UnicodeDecodeError) as error:
+        fault = f"{path}: cannot be read: {error}; check its permissions and encoding (UTF-8)"
+    except tomllib.TOMLDecodeError as error:
+        fault = f"{path}: not valid TOML: {error}"
+    raise ConfigurationError([fault])
 
 
 def _open_at_once(path: str, flags: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from pydantic import ValidationError
 
 from ..schemas.errors import ConfigurationError
 from ..schemas.sources import join_pair, parts_of
-from .files import read_text
+from .files import read_toml
 from .settings import Settings
 
 DEFAULT_FILE = Path("penstock.toml")
@@ -95,14 +94,12 @@ def _file(config: Path | None) -> tuple[Path, bool]:
 
 def _from_file(path: Path, named: bool, faults: list[str]) -> dict[str, Any]:
     try:
-        return tomllib.loads(read_text(path, "utf-8-sig"))
+        return read_toml(path)
     except FileNotFoundError:
         if named:
             faults.append(f"{path}: no such file; give an existing one with --config or PENSTOCK_CONFIG")
-    except (OSError, UnicodeDecodeError) as error:
-        faults.append(f"{path}: cannot be read: {error}; check its permissions and encoding (UTF-8)")
-    except tomllib.TOMLDecodeError as error:
-        faults.append(f"{path}: not valid TOML: {error}")
+    except ConfigurationError as error:
+        faults += error.faults
     return {}
 
 

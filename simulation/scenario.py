@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..config.files import read_text
+from ..config.files import read_toml
 from ..config.settings import Settings
 from ..schemas.errors import ConfigurationError
 from ..schemas.jobs import Priority, SubjectToken
@@ -182,9 +181,9 @@ class Loaded(NamedTuple):
 def load_scenario(path: Path) -> Loaded:
     """Raises `ConfigurationError` with every fault of the file."""
     try:
-        values = tomllib.loads(read_text(path))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigurationError([f"{path}: {error}"]) from None
+        values = read_toml(path)
+    except FileNotFoundError:
+        raise ConfigurationError([f"{path}: no such file; name an existing one"]) from None
     return parse_scenario(values, path.parent)
 
 

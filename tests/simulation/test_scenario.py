@@ -84,8 +84,12 @@ def test_the_examples_have_no_fault(file: Path) -> None:
 def test_what_is_no_toml_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "scenario.toml"
     file.write_text("jobs = [")
-    for path in (file, tmp_path / "absent.toml"):
-        with pytest.raises(ConfigurationError, match=path.name):
+    for path, fault in (
+        (file, "not valid TOML"),
+        (tmp_path / "absent.toml", "no such file; name"),
+        (tmp_path, "cannot be read"),
+    ):
+        with pytest.raises(ConfigurationError, match=f"^{path}: {fault}"):
             load_scenario(path)
 
 
