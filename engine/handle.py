@@ -5,21 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from itertools import chain
+from operator import attrgetter
 
 from ..schemas.events import Delta
 from .request import EngineRequest, Preemption
 
 
-def merge(deltas: list[Delta]) -> list[Delta]:
-    """Merge the deltas of each choice into one, in order of the choices' first deltas."""
-    if len(deltas) == 1:
-        return deltas
-    by_choice: dict[int, list[Delta]] = {}
+def merge(deltas: list[Delta], key: Callable[[Delta], Hashable] = attrgetter("choice")) -> list[Delta]:
+    """Merge the deltas of each choice, or of each `key`, into one, in order of their first deltas."""
+    together: dict[Hashable, list[Delta]] = {}
     for delta in deltas:
-        by_choice.setdefault(delta.choice, []).append(delta)
-    return [_join(parts) for parts in by_choice.values()]
+        together.setdefault(key(delta), []).append(delta)
+    return [_join(parts) for parts in together.values()]
 
 
 def _join(parts: list[Delta]) -> Delta:
@@ -73,6 +72,7 @@ class RequestHandle:
         self._pending: deque[tuple[Delta, float]] = deque()  # and when it was put, of the monotonic clock
         self._news = asyncio.Event()
         self._waiting = False  # the reader, for any delta; set by `take`
+        self._tails: dict[int, str | None] = {}  # by choice: its last text; None behind the border. Set by `_side`
         self._unfinished = request.params.n
         self._unput = request.params.n  # choices whose last delta has not been put; set by `put`
         self._pausing: asyncio.Future[None] | None = None  # set by `pause`
@@ -106,7 +106,8 @@ class RequestHandle:
             timer.cancel()
 
     async def take(self) -> list[Delta]:
-        """Wait for deltas and return all of them, merged: a slow reader gets fewer, larger deltas.
+        """Wait for deltas and return all of them, merged: a slow reader gets fewer, larger deltas, none across the
+        request's border.
 
         Never empty, except after the request has finished.
         """
@@ -120,10 +121,23 @@ class RequestHandle:
         for delta, put in taken:
             if delta.token_ids:
                 self.times[delta.choice] = self.times.get(delta.choice, (put, put))[0], put
-        deltas = merge([delta for delta, _ in taken])
+        deltas = [delta for delta, _ in taken]
+        if self.request.border:
+            deltas = merge(deltas, self._side)
+        elif len(deltas) > 1:
+            deltas = merge(deltas)
         self._unfinished -= sum(delta.finish_reason is not None for delta in deltas)
         self.finished = self._unfinished == 0
         return deltas
+
+    def _side(self, delta: Delta) -> tuple[int, bool]:
+        """The delta's choice, and whether it lies behind the border there."""
+        border, tail = self.request.border, self._tails.get(delta.choice, "")
+        if tail is None:
+            return delta.choice, True
+        text = tail + delta.text
+        self._tails[delta.choice] = None if border in text else text[1 - len(border) :]
+        return delta.choice, False
 
     def cancel(self) -> None:
         """Stop before the next token; every choice still ends with a delta, with finish reason "cancelled"."""

@@ -28,7 +28,8 @@ class EngineRequest:
     Requests share cached prefixes only if they have the same `cache_salt`, such as a tenant's name, and the same
     `adapter`, the name of a loaded one or None. `priority` 0 is served first, then 1, and so on; within a priority, the
     requests of a salt that has had clearly more than an equal share of late give way to others. `images` are those of
-    the prompt, in its order.
+    the prompt, in its order. The first `border` in an answer's text ends a delta, so that tokens before and behind it
+    can be counted.
     """
 
     id: str
@@ -42,6 +43,7 @@ class EngineRequest:
     priority: int = 0
     adapter: str | None = None
     images: tuple[PromptImage, ...] = ()
+    border: str = ""
 
 
 @dataclass(frozen=True, slots=True)

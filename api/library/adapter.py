@@ -22,6 +22,7 @@ from ...engine import EmbeddingInput, EngineRequest, InferenceEngine
 from ...engine.blocking import wait_for
 from ...engine.preparing.prepare import Prepared, Preparer
 from ...engine.text.answer_reader import AnswerReader
+from ...engine.text.tool_formats import thought_end
 from ...schemas.bounds import whole
 from ...schemas.errors import GenerationFailed, InvalidRequest
 from ...schemas.events import Accepted, Delta, Done, FinishReason, Token, Usage
@@ -159,6 +160,7 @@ class _Running:
                 first_choice=index * n,
                 adapter=adapter,
                 images=prepared.images,
+                border=thought_end(prepared.form),
             )
             for index, prompt in enumerate(prepared.prompts)
         ]

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ...schemas.events import Delta, FinishReason, Token, Usage
 from ...schemas.jobs import Form
 from .output_parser import OutputParser, Parsed
 
 _PLAIN = Form()
+
+
+@dataclass
+class _Thought:
+    """A thought at the beginning of a choice, with whatever stands around it."""
+
+    tokens: int = 0
+    is_said: bool = False
+    is_over: bool = False
 
 
 class AnswerReader:
@@ -20,7 +29,7 @@ class AnswerReader:
         self._choices = choices
         self._parsers: dict[int, OutputParser] = {}
         self._begun: set[int] = set()  # choices of which something was read; set by `_echo`
-        self._reasoning_tokens = 0  # set by `read`
+        self._thoughts: dict[int, _Thought] = {}  # by choice; set by `_count`
         self._is_read = self._form.tool_format is not None or self._form.reasoning_format is not None
 
     def read(self, delta: Delta) -> Token:
@@ -41,7 +50,8 @@ class AnswerReader:
             stop_reason=delta.stop_reason,
             prompt_logprobs=delta.prompt_logprobs,
         )
-        self._reasoning_tokens += token.num_thought_tokens
+        if self._form.reasoning_format is not None:
+            self._count(token)
         return token
 
     def reason(self, choice: int, reason: FinishReason | None) -> FinishReason | None:
@@ -53,7 +63,8 @@ class AnswerReader:
     def usage(self, usage: Usage) -> Usage:
         if self._form.prompt_alone:
             return replace(usage, completion_tokens=0, total_tokens=usage.prompt_tokens)
-        return replace(usage, reasoning_tokens=self._reasoning_tokens) if self._reasoning_tokens else usage
+        tokens = sum(thought.tokens for thought in self._thoughts.values() if thought.is_said)
+        return replace(usage, reasoning_tokens=tokens) if tokens else usage
 
     def _parse(self, delta: Delta) -> Parsed:
         parser = self._parsers.get(delta.choice)
@@ -64,6 +75,17 @@ class AnswerReader:
             return said
         rest = parser.finish()
         return Parsed(said.text + rest.text, said.reasoning + rest.reasoning, said.tool_calls + rest.tool_calls)
+
+    def _count(self, token: Token) -> None:
+        """Count the tokens up to the end of the choice's thought, however they came: this end ends a delta. In one that
+        goes on behind it, they are a share by characters."""
+        thought = self._thoughts.setdefault(token.choice, _Thought())
+        if thought.is_over:
+            return
+        is_answer = bool(token.text or token.tool_calls)
+        thought.tokens += token.num_thought_tokens if is_answer else len(token.token_ids)
+        thought.is_said = thought.is_said or bool(token.reasoning)
+        thought.is_over = is_answer or (thought.is_said and not self._parsers[token.choice].thinking)
 
     def _echo(self, choice: int) -> str:
         """The prompt's text, the first time that a choice says something."""

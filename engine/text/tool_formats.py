@@ -128,6 +128,11 @@ REASONING_FORMATS: dict[str, tuple[str, str]] = {
 """What begins and what ends a thought."""
 
 
+def thought_end(form: Form | None) -> str:
+    """What ends a thought in answers of this form; empty where they have none."""
+    return REASONING_FORMATS[form.reasoning_format][1] if form and form.reasoning_format else ""
+
+
 def format_of(form: Form) -> ToolFormat | None:
     """The format that a text is read by: harmony's comes in messages even where there are no tools."""
     name = form.tool_format or ("harmony" if form.reasoning_format == "harmony" else None)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from ...engine import EmbeddingInput, EngineRequest
+from ...engine.text.tool_formats import thought_end
 from ...engine.vision.images import PromptImage
 from ...schemas.jobs import Priority, ValidatedJob
 from ..transcript import Transcript
@@ -48,4 +49,5 @@ def request_of(
         priority=_RANKS[job.priority],
         adapter=adapter,
         images=images,
+        border=thought_end(job.form),
     )

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import fields
+from dataclasses import fields, replace
+from itertools import cycle
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock.engine import handle as module
 from penstock.engine.handle import RequestHandle
 from penstock.engine.request import EngineRequest
-from penstock.schemas.events import Delta, ErrorBody, FinishReason, TokenLogprob
+from penstock.engine.text.answer_reader import AnswerReader
+from penstock.schemas.events import Delta, ErrorBody, FinishReason, TokenLogprob, Usage
+from penstock.schemas.jobs import Form
 from penstock.schemas.params import GenerationParams
 
 
@@ -33,6 +38,22 @@ def test_joined_deltas_keep_every_field() -> None:
         | {"index": 7, "token_ids": (1, 2, 4), "text": "ab", "logprobs": (one, two, one), "prompt_logprobs": (two,)}
     )
     assert [field.name for field in fields(Delta) if getattr(joined, field.name) == field.default] == ["type"]
+
+
+@settings(deadline=None)
+@given(st.lists(st.booleans(), min_size=1))
+def test_how_many_tokens_are_a_thoughts_does_not_depend_on_when_they_are_taken(pauses: list[bool]) -> None:
+    async def counted() -> int:
+        handle = RequestHandle(replace(handle_of().request, border="</think>"), lambda: None)
+        reader, pausing = AnswerReader("r", Form(reasoning_format="think"), 1), cycle(pauses)
+        for place, text in enumerate(["<think>", "\n", "hm", "hm", "</", "think>", "\n", "Yes", "</think>", "."]):
+            handle.put(Delta("r", 1, 0, place, (place,), text, None, "stop" if text == "." else None))
+            if text == "." or next(pausing):
+                for delta in await handle.take():
+                    reader.read(delta)
+        return reader.usage(Usage(1, 10, 11)).reasoning_tokens
+
+    assert asyncio.run(counted()) == 6
 
 
 async def test_a_reader_takes_what_comes_as_it_begins_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:

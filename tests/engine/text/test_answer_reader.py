@@ -66,7 +66,23 @@ def test_thoughts_are_apart_and_counted() -> None:
     tokens = read(reader, deltas("hm hm</think>Yes."))
     assert "".join(token.reasoning for token in tokens) == "hm hm"
     assert "".join(token.text for token in tokens) == "Yes."
-    assert 3 <= reader.usage(Usage(1, 17, 18)).reasoning_tokens <= 5
+    assert reader.usage(Usage(1, 17, 18)).reasoning_tokens == len("hm hm</think>")
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "counted"),
+    [
+        ("<think>\nhm</think>\n\nYes.", False, len("<think>\nhm</think>")),
+        ("\n<think>hm", False, len("\n<think>hm") + 1),  # the end of the text is a token
+        ("hm</think>" + CALL, True, len("hm</think>")),
+        ("<think>\n\n</think>\n\nYes.", False, 0),
+        ("Yes, </think> ends a thought.", False, 0),
+    ],
+)
+def test_a_thought_counts_as_all_tokens_up_to_its_end(text: str, thinking: bool, counted: int) -> None:
+    reader = AnswerReader("r", TOOLS.model_copy(update={"reasoning_format": "think", "thinking": thinking}), 1)
+    read(reader, deltas(text))
+    assert reader.usage(Usage(1, 99, 100)).reasoning_tokens == counted
 
 
 def test_thoughts_are_counted_though_the_answer_came_with_them() -> None:

@@ -1,6 +1,9 @@
 // Asks the server, with the operator's key where keys are used.
 
+import { kept } from "./kept.js";
+
 const KEY = "penstock-key";
+const ofTab = kept("sessionStorage");
 
 export class Refused extends Error {
   constructor(status, message) {
@@ -10,12 +13,12 @@ export class Refused extends Error {
 }
 
 export function key() {
-  return sessionStorage.getItem(KEY) ?? "";
+  return ofTab.getItem(KEY) ?? "";
 }
 
 export function setKey(value) {
-  if (value) sessionStorage.setItem(KEY, value);
-  else sessionStorage.removeItem(KEY);
+  if (value) ofTab.setItem(KEY, value);
+  else ofTab.removeItem(KEY);
 }
 
 // The response of a request whose path begins behind that of the page, as a proxy may have put both below another one;

@@ -5,6 +5,7 @@ import { key, setKey } from "./api.js";
 import { h, render } from "./dom.js";
 import { feed, follow, reconnect } from "./feed.js";
 import { icon } from "./icons.js";
+import { kept } from "./kept.js";
 import { button } from "./parts.js";
 import { chat } from "./chat.js";
 import { letters } from "./letters.js";
@@ -26,6 +27,7 @@ const PANELS = [
 const STATUS = { live: "Live", connecting: "Connecting…", away: "Reconnecting…", locked: "Key needed" };
 
 const app = document.getElementById("app");
+const ofBrowser = kept("localStorage");
 let asksForKey = false;
 let drawing = false;
 let version = ""; // of the server that sent this page
@@ -139,32 +141,39 @@ function switchTheme() {
   const root = document.documentElement;
   const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   root.dataset.theme = dark ? "light" : "dark";
-  localStorage.setItem("penstock-theme", root.dataset.theme);
+  ofBrowser.setItem("penstock-theme", root.dataset.theme);
 }
 
 function pressed(event) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.target.closest("input, textarea, select, dialog")) return;
-  const panel = PANELS[Number(event.key) - 1];
+  const name = nameOf(event);
+  const panel = PANELS[Number(name) - 1];
   if (panel) location.hash = `#/${panel.path}`;
-  else if (event.key === "p") pause();
-  else if (event.key === "/") {
+  else if (name === "p") pause();
+  else if (name === "/") {
     draw(); // the panel that the last key has chosen may be about to be drawn
     const search = document.querySelector("input[type=search]");
     if (search) {
       event.preventDefault();
       search.focus();
     }
-  } else if (event.key === "Escape" && location.hash.startsWith("#/requests/")) {
+  } else if (name === "Escape" && location.hash.startsWith("#/requests/")) {
     location.hash = link("#/requests");
   }
+}
+
+// Some keyboards have digits only with Shift, as French ones, and others no Latin letters: there the place counts.
+function nameOf({ key, code, shiftKey }) {
+  if (!shiftKey && /^Digit/.test(code) && key !== "/") return code.slice(5);
+  return code === "KeyP" && !/^[ -~]/.test(key) ? "p" : key;
 }
 
 function size(values) {
   return values ? Object.keys(values).length : 0;
 }
 
-const theme = localStorage.getItem("penstock-theme");
+const theme = ofBrowser.getItem("penstock-theme");
 if (theme) document.documentElement.dataset.theme = theme;
 addEventListener("hashchange", () => {
   redraw();

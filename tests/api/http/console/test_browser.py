@@ -213,7 +213,10 @@ def test_it_is_usable_on_a_small_screen_and_by_keyboard(browser: Browser, served
             expect(page.locator("nav a[aria-current]")).to_have_attribute("href", f"#/{panel}")
             assert page.evaluate("document.documentElement.scrollWidth") <= SMALL["width"], panel
             assert serious_faults(page) == []
-        page.locator("body").press("2")
+        for shape in ({"key": "з", "code": "KeyP"}, {"key": "é", "code": "Digit2"}):  # Russian, and French
+            page.locator("body").dispatch_event("keydown", {**shape, "bubbles": True})
+        expect(page.locator(".status")).to_have_text("Paused")
+        page.locator("body").press("p")
         page.locator("body").press("/")
         expect(page.get_by_label("Filter the requests")).to_be_focused()
         page.locator("tbody a.id").first.focus()
@@ -392,8 +395,12 @@ def test_a_chat_keeps_its_model_and_what_is_typed_and_stops_while_it_waits(serve
     expect(page.locator("tbody .badge").first).to_have_text("cancelled")
 
 
-def test_it_asks_for_a_key_and_takes_no_other(browser: Browser, served: Served) -> None:
+@pytest.mark.parametrize("forbidden", [False, True])
+def test_it_asks_for_a_key_and_takes_no_other(browser: Browser, served: Served, forbidden: bool) -> None:
     context = browser.new_context(viewport=WIDE)
+    if forbidden:  # as a browser does it that lets pages keep nothing
+        for storage in ("localStorage", "sessionStorage"):
+            context.add_init_script(f"Object.defineProperty(window, '{storage}', {{ get() {{ throw new Error() }} }})")
     page = context.new_page()
     page.goto(served.url)
     expect(page.get_by_text("This server wants an API key")).to_be_visible()
