@@ -54,6 +54,7 @@ from .pooled import add_pooled
 from .preparers import Preparers
 from .requests import Gateway
 from .responses import add_responses
+from .responses_socket import add_socket
 from .streams import add_streams
 from .tokens import add_tokens
 
@@ -105,6 +106,7 @@ def create_app(
     add_files(app, gateway)
     add_batches(app, gateway)
     add_responses(app, gateway)
+    add_socket(app, gateway)
     add_conversations(app, gateway)
     add_messages(app, gateway)
 

@@ -62,7 +62,9 @@ async def serve_http(
             log_config=None,
             access_log=False,
             http=cast(Any, protocol(settings, EXPOSED)),  # uvicorn's types ask for a class, but it only calls it
-            ws="none",
+            ws="none",  # `Connection` opens them
+            ws_max_size=settings.max_body_size,
+            ws_per_message_deflate=False,
             timeout_graceful_shutdown=5,
             timeout_keep_alive=cast(int, settings.idle_timeout),
         )

@@ -19,6 +19,7 @@ import trustme
 from pages import ROOT
 from ports import reserved_port
 from serving import Serve, Served, serving, until
+from websockets.sync.client import connect
 
 HOST = "llm.example.org"
 MAIN = """
@@ -46,11 +47,22 @@ def served(serve: Serve, tiny_model: Path) -> Served:
 
 
 @pytest.fixture
-def proxy(served: Served, tmp_path: Path) -> Iterator[httpx2.Client]:
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture
+def trusted(authority: trustme.CA) -> ssl.SSLContext:
+    trusted = ssl.create_default_context()
+    authority.configure_trust(trusted)
+    return trusted
+
+
+@pytest.fixture
+def proxy(served: Served, tmp_path: Path, authority: trustme.CA, trusted: ssl.SSLContext) -> Iterator[httpx2.Client]:
     """A client of nginx, which knows it by its name and certificate."""
     folder = tmp_path / "nginx"
     folder.mkdir()
-    authority = trustme.CA()
     authority.issue_cert(HOST, "127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(folder / "both.pem"))
     port = reserved_port()
     site = (ROOT / "deploy" / "proxy" / "nginx.conf").read_text("utf-8")
@@ -64,8 +76,6 @@ def proxy(served: Served, tmp_path: Path) -> Iterator[httpx2.Client]:
         site = site.replace(own, here)
     (folder / "site.conf").write_text(site)
     (folder / "nginx.conf").write_text(MAIN.format(folder))
-    trusted = ssl.create_default_context()
-    authority.configure_trust(trusted)
     with subprocess.Popen(["nginx", "-c", str(folder / "nginx.conf")], stderr=subprocess.PIPE, text=True) as nginx:
         with httpx2.Client(base_url=f"https://127.0.0.1:{port}", verify=trusted, timeout=60, trust_env=False) as client:
             client.headers["host"] = HOST
@@ -86,7 +96,9 @@ def _text(lines: Iterable[str]) -> str:
     return "".join(choice["text"] for event in events[:-1] for choice in json.loads(event)["choices"])
 
 
-def test_what_comes_through_nginx_is_what_the_bridge_says(served: Served, proxy: httpx2.Client) -> None:
+def test_what_comes_through_nginx_is_what_the_bridge_says(
+    served: Served, proxy: httpx2.Client, trusted: ssl.SSLContext
+) -> None:
     body = {"model": "tiny", "prompt": "Once", "temperature": 0, "max_tokens": 400, "ignore_eos": True}
     whole = httpx2.post(f"{served.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
     assert proxy.post("/v1/completions", json=body).json()["choices"][0]["text"] == whole
@@ -97,6 +109,17 @@ def test_what_comes_through_nginx_is_what_the_bridge_says(served: Served, proxy:
     closing = {"connection": "close"}  # nginx closes it anyway, after an answer that does not say so
     large = proxy.post("/v1/completions", json={**body, "prompt": "x" * (8 << 20)}, headers=closing)
     assert large.status_code == 413 and large.json()["error"]["message"]
+
+    given = {"model": "tiny", "input": "Once", "temperature": 0, "max_output_tokens": 20}
+    over_http = proxy.post("/v1/responses", json=given).json()
+    to_nginx = socket.create_connection(("127.0.0.1", proxy.base_url.port))
+    with connect(f"wss://{HOST}/v1/responses", sock=to_nginx, ssl=trusted, proxy=None) as ours:
+        ours.send(json.dumps({"type": "response.create", **given}))
+        events = iter(lambda: json.loads(ours.recv(timeout=60)), None)
+        last = next(
+            event for event in events if event["type"] in ("response.completed", "response.incomplete", "error")
+        )
+    assert last["response"]["output"][0]["content"] == over_http["output"][0]["content"]
 
     with proxy.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
         lines = stream.iter_lines()

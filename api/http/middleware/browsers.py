@@ -41,9 +41,9 @@ class Browsers:
         self._local = local
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not is_open(scope["path"]):
+        if scope["type"] in ("http", "websocket") and not is_open(scope["path"]):
             try:
-                self._check(scope["method"], Headers(scope=scope))
+                self._check(scope.get("method", "GET"), Headers(scope=scope))
             except Refusal as refusal:
                 await error_response(ErrorBody.of(refusal))(scope, receive, send)
                 return

@@ -26,7 +26,7 @@ from ..answers import error_response
 from .browsers import headers_unasked
 from .counting import LINGER, Connections, network
 from .unframed import unframed
-from .upgrades import reading_on
+from .upgrades import asks_for_socket, reading_on
 from .vanished import end_with_client
 
 MOST_IGNORED = 1 << 18  # bytes that a refused client may still send meanwhile
@@ -66,6 +66,7 @@ class Connection(HttpToolsProtocol):
         self._ignored = 0  # bytes that came after a refusal
         self._offered = False  # whether this head offers another protocol, and the parser has not ended it yet
         self._is_rest = False  # whether the current bytes begin within a body
+        self._switches = False  # to the protocol of WebSockets, behind this head
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         address = network(get_remote_addr(transport))
@@ -95,7 +96,7 @@ class Connection(HttpToolsProtocol):
             return
         self._advanced, self._is_rest = False, self._in_body
         self._parse(data)
-        if self._refused or self.transport.is_closing():
+        if self._refused or self._switches or self.transport.is_closing():
             return
         self._waiting = 0 if self._advanced else self._waiting + len(data)
         self._check_head(self._waiting)
@@ -136,9 +137,24 @@ class Connection(HttpToolsProtocol):
                     break
                 except httptools.HttpParserUpgrade as offered:
                     data = data[offered.args[0] :]
+                    if self._switches:
+                        self._switch(data)
+                        break
                     self.parser = reading_on(self, self.headers, self.scope["http_version"])
         except httptools.HttpParserError:
             self.send_400_response("")
+
+    def _switch(self, rest: bytes) -> None:
+        """Leave the connection, and the bytes behind this head, to the protocol of WebSockets."""
+        from .sockets import Socket, head  # few clients need it
+
+        self._cancel(self._timer, self._unread, self._watch)
+        self.connections.discard(self)
+        given: Any = self.config, self.server_state, self.app_state
+        protocol = Socket(*given, connections=self._connections, address=self._address)
+        protocol.connection_made(self.transport)
+        self.transport.set_protocol(protocol)
+        protocol.data_received(head(self.parser.get_method(), self.url, self.headers) + rest)
 
     # Callbacks of the parser
 
@@ -167,7 +183,9 @@ class Connection(HttpToolsProtocol):
         self._in_head, self._in_body = False, True
         self._cancel(self._timer)
         self._timer = None
-        super().on_headers_complete()
+        self._switches = self._offered and not self._busy and asks_for_socket(self.parser, self.url, self.headers)
+        if not self._switches:
+            super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._advanced = True

@@ -43,7 +43,7 @@ class Authentication:
         self.keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not (is_open(scope["path"]) or is_page(scope["path"])):
+        if scope["type"] in ("http", "websocket") and not (is_open(scope["path"]) or is_page(scope["path"])):
             try:
                 headers = Headers(scope=scope)
                 check_single(headers, KEYS)

@@ -1,5 +1,5 @@
 """Requests that offer another protocol, as Java's client offers HTTP/2: Penstock stays with HTTP/1.1, which RFC 9110
-(7.8) allows.
+(7.8) allows, but for WebSockets on the path that has them.
 
 httptools takes what follows the head of such a request for the other protocol. So another parser reads on: it gets a
 head without the offer, of which nobody hears.
@@ -12,8 +12,15 @@ from typing import Protocol
 
 import httptools
 
+SOCKET_PATH = "/v1/responses"
 _FRAMING = (b"content-length", b"transfer-encoding")
 _OF_HEADS = ("on_message_begin", "on_url", "on_header", "on_headers_complete")
+
+
+def asks_for_socket(parser: httptools.HttpRequestParser, url: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether a head that offers another protocol wants a WebSocket where there is one."""
+    is_there = parser.get_method() == b"GET" and url.partition(b"?")[0] == SOCKET_PATH.encode()
+    return is_there and any(name == b"upgrade" and value.lower() == b"websocket" for name, value in headers)
 
 
 class Listener(Protocol):
