@@ -13,8 +13,9 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Awaitable, Callable
+from itertools import count
 from typing import Any, NamedTuple
 
 import orjson
@@ -30,6 +31,7 @@ from ...schemas.events import ErrorBody
 from ..render.openai import error_payload
 from ..render.response_object import response_at, response_head
 from .answers import error_response
+from .kept_responses import KeptResponses
 from .middleware.ignored import HEADER
 from .middleware.upgrades import SOCKET_PATH
 from .requests import Gateway
@@ -37,7 +39,7 @@ from .requests import Gateway
 log = structlog.get_logger(__name__)
 
 MAX_WAITING = 64  # messages of a connection that are answered or wait
-MAX_KEPT = 16  # responses that can be followed up on their connection alone
+MOST_KEPT = 32  # bodies of the largest size, of which all connections together keep as many bytes
 _OF_ONE_REQUEST = ("idempotency-key", "last-event-id", "penstock-resumable", "penstock-events")
 _OF_HANDSHAKE = (b"connection", b"upgrade", b"content-type", b"content-length", b"transfer-encoding")
 _OF_RESPONSE = frozenset(
@@ -45,6 +47,7 @@ _OF_RESPONSE = frozenset(
 )
 _SCHEMES = {"ws": "http", "wss": "https"}
 _Object = dict[str, Any]
+_numbers = count()  # of connections
 
 
 class _Asked(NamedTuple):
@@ -56,15 +59,9 @@ class _Asked(NamedTuple):
     follows: str | None = None
 
 
-class _Kept(NamedTuple):
-    """What a follow-up begins with: the stored response before it, if there is one, and items."""
-
-    before: str | None
-    items: list[Any]
-    size: int
-
-
 def add_socket(app: FastAPI, gateway: Gateway) -> None:
+    kept = KeptResponses(MOST_KEPT * gateway.settings.max_body_size)
+
     @app.websocket(SOCKET_PATH)
     async def responses(socket: WebSocket) -> None:
         if given := [name for name in _OF_ONE_REQUEST if name in socket.headers]:
@@ -73,19 +70,20 @@ def add_socket(app: FastAPI, gateway: Gateway) -> None:
             return
         await socket.accept()
         with contextlib.suppress(WebSocketDisconnect):
-            await ResponsesSocket(socket, gateway.settings).run()
+            await ResponsesSocket(socket, gateway.settings, kept).run()
 
 
 class ResponsesSocket:
     """One connection, already accepted."""
 
-    def __init__(self, socket: WebSocket, settings: Settings) -> None:
+    def __init__(self, socket: WebSocket, settings: Settings, kept: KeptResponses) -> None:
         self._socket = socket
-        self._most = 2 * settings.max_body_size  # bytes of messages that wait or are answered, and of what is kept
+        self._number = next(_numbers)
+        self._most = settings.max_body_size  # bytes of messages that wait or are answered
         self._gone = asyncio.Event()  # the client
         self._lanes: dict[str | None, deque[_Asked]] = {}  # by `stream_id`; set by _take and _work
         self._workers: dict[str | None, asyncio.Task[None]] = {}
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()  # by the id of the response; set by _keep
+        self._kept = kept
 
     async def run(self) -> None:
         """Take messages until the client leaves, which ends what it has asked for as that of other clients."""
@@ -96,6 +94,7 @@ class ResponsesSocket:
         finally:
             self._gone.set()
             await asyncio.gather(*self._workers.values(), return_exceptions=True)
+            self._kept.forget(self._number)
 
     async def _take(self, raw: bytes) -> None:
         stream: str | None = None
@@ -138,11 +137,12 @@ class ResponsesSocket:
     def _completed(self, asked: _Asked) -> _Asked:
         """With the items of the response that it follows, if this connection alone has them."""
         follows = asked.body.get("previous_response_id")
-        kept = self._kept.get(follows) if isinstance(follows, str) else None
+        kept = self._kept.find(self._number, follows) if isinstance(follows, str) else None
         if kept is None:
             return asked
-        body = {**asked.body, "previous_response_id": kept.before, "input": [*kept.items, *_items(asked.body)]}
-        return _Asked(asked.stream, body, asked.size + kept.size, follows)
+        items = [*orjson.loads(kept.items), *_items(asked.body)]
+        body = {**asked.body, "previous_response_id": kept.before, "input": items}
+        return _Asked(asked.stream, body, asked.size + len(kept.items), follows)
 
     async def _answer(self, asked: _Asked) -> None:
         opening: _Object = {}
@@ -200,11 +200,8 @@ class ResponsesSocket:
     def _keep(self, asked: _Asked, response: _Object) -> None:
         if asked.body.get("conversation") is not None:  # which has the items
             return
-        size = asked.size + len(orjson.dumps(response["output"]))
         items = [*_items(asked.body), *response["output"]]
-        self._kept[response["id"]] = _Kept(asked.body.get("previous_response_id"), items, size)
-        while len(self._kept) > MAX_KEPT or sum(kept.size for kept in self._kept.values()) > self._most:
-            self._kept.popitem(last=False)
+        self._kept.put(self._number, response["id"], asked.body.get("previous_response_id"), items)
 
     async def _ask(
         self,
