@@ -10,7 +10,6 @@ followed up on the connection that it was made on, which keeps it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import uuid
 from collections import deque
@@ -69,8 +68,7 @@ def add_socket(app: FastAPI, gateway: Gateway) -> None:
             await socket.send_denial_response(error_response(ErrorBody.of(InvalidRequest(fault, param=given[0]))))
             return
         await socket.accept()
-        with contextlib.suppress(WebSocketDisconnect):
-            await ResponsesSocket(socket, gateway.settings, kept).run()
+        await ResponsesSocket(socket, gateway.settings, kept).run()
 
 
 class ResponsesSocket:
@@ -82,21 +80,24 @@ class ResponsesSocket:
         self._most = settings.max_body_size  # bytes of messages that wait or are answered
         self._gone = asyncio.Event()  # the client
         self._lanes: dict[str | None, deque[_Asked]] = {}  # by `stream_id`; set by _take and _work
-        self._workers: dict[str | None, asyncio.Task[None]] = {}
         self._kept = kept
 
     async def run(self) -> None:
         """Take messages until the client leaves, which ends what it has asked for as that of other clients."""
         try:
-            while (message := await self._socket.receive())["type"] != "websocket.disconnect":
-                text = message.get("text")
-                await self._take(message.get("bytes") or b"" if text is None else text.encode())
+            async with asyncio.TaskGroup() as workers:
+                try:
+                    while (message := await self._socket.receive())["type"] != "websocket.disconnect":
+                        text = message.get("text")
+                        await self._take(message.get("bytes") or b"" if text is None else text.encode(), workers)
+                except WebSocketDisconnect:
+                    pass
+                finally:
+                    self._gone.set()
         finally:
-            self._gone.set()
-            await asyncio.gather(*self._workers.values(), return_exceptions=True)
             self._kept.forget(self._number)
 
-    async def _take(self, raw: bytes) -> None:
+    async def _take(self, raw: bytes, workers: asyncio.TaskGroup) -> None:
         stream: str | None = None
         try:
             message = await _read(raw)
@@ -114,13 +115,14 @@ class ResponsesSocket:
         except Refusal as refusal:
             await self._refuse(stream, ErrorBody.of(refusal))
             return
-        self._lanes.setdefault(stream, deque()).append(asked)
-        if stream not in self._workers:
-            self._workers[stream] = asyncio.create_task(self._work(stream))
+        if stream in self._lanes:
+            self._lanes[stream].append(asked)
+        else:
+            lane = self._lanes[stream] = deque([asked])
+            workers.create_task(self._work(stream, lane))
 
-    async def _work(self, stream: str | None) -> None:
+    async def _work(self, stream: str | None, lane: deque[_Asked]) -> None:
         """Answer the messages of a lane, one after another."""
-        lane = self._lanes[stream]
         try:
             while lane and not self._gone.is_set():
                 asked = self._completed(lane[0])
@@ -132,7 +134,7 @@ class ResponsesSocket:
         except WebSocketDisconnect:
             self._gone.set()
         finally:
-            del self._lanes[stream], self._workers[stream]
+            del self._lanes[stream]
 
     def _completed(self, asked: _Asked) -> _Asked:
         """With the items of the response that it follows, if this connection alone has them."""

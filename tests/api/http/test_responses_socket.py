@@ -13,9 +13,13 @@ import pytest
 import requests
 from http_server import Server, request
 from openai.resources.responses.responses import ResponsesConnection
-from serving import Served, until
+from openai.types.responses.responses_server_event import ResponseWsError
+from serving import Served
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from penstock.api.http.responses_socket import MAX_WAITING
+from penstock.schemas.registry import StageCard
 
 ENDS = ("response.completed", "response.incomplete", "response.failed", "response.steer.failed", "error")
 LIMIT = 10_000  # bytes of a body
@@ -136,6 +140,15 @@ def test_what_is_refused_says_why_and_the_next_one_is_answered(
     assert create(socket)[-1].type == "response.completed"
 
 
+def test_no_more_messages_wait_than_may(socket: ResponsesConnection) -> None:
+    body = {"type": "response.create", "model": "echo", "store": False}
+    for text in ("x" * 1500, *["next"] * MAX_WAITING):
+        socket.send({**body, "input": text})  # type: ignore[arg-type]
+    refused = next(event for event in socket if event.type in ENDS)
+    assert isinstance(refused, ResponseWsError)
+    assert (refused.status, refused.error.code) == (429, "too_many_messages")
+
+
 def test_what_is_ignored_is_named(socket: ResponsesConnection) -> None:
     created, *_ = create(socket, colour="blue")
     assert created.penstock_ignored == "colour"
@@ -146,14 +159,6 @@ def test_a_running_response_is_not_steered(socket: ResponsesConnection) -> None:
     (failed,) = events(socket)
     assert failed.error.code == "steering_not_supported"
     assert failed.steer.input == "stop"
-
-
-def test_a_client_that_leaves_cancels_what_is_not_stored(echo_server: Served) -> None:
-    with openai.OpenAI(base_url=f"{echo_server.url}/v1", api_key="none").responses.connect() as socket:
-        socket.send({"type": "response.create", "model": "echo", "input": "x" * 1500, "store": False})
-        name = next(iter(socket)).response.id  # type: ignore[union-attr]
-    states = f"{echo_server.url}/v1/responses/{name}"
-    until(lambda: requests.get(states, timeout=60).status_code == 404 or None)
 
 
 # Of the connection
@@ -204,6 +209,23 @@ async def test_each_message_is_judged_like_a_request() -> None:
         await socket.send('{"type": "response.create", "input": "x"}')
         refused = await told(socket)
         assert (refused["status"], refused["error"]["headers"]["retry-after"]) == (503, "2")
+
+
+@pytest.mark.parametrize("store", [False, True])
+async def test_a_client_that_leaves_cancels_what_is_not_stored(store: bool) -> None:
+    cancelled = asyncio.Event()
+    async with Server.run() as server:
+        script = server.script
+        await script.registry.announce_stage(StageCard(stage="tools", id="t0", pid=1))
+        await script.registry.refresh()
+        await script.broker.listen(script.subjects.cancel_all(), lambda message: cancelled.set())
+        async with opened(server) as socket:
+            await socket.send(json.dumps({"type": "response.create", "model": "echo", "input": "x", "store": store}))
+            await script.job()
+        if not store:
+            async with asyncio.timeout(30):
+                await cancelled.wait()
+    assert cancelled.is_set() is not store
 
 
 async def test_a_message_is_no_larger_than_a_body() -> None:
