@@ -23,7 +23,7 @@ class Background:
         def run() -> None:
             try:
                 result.set_result(work())
-            except Exception as error:
+            except BaseException as error:  # a panic of a library in Rust is no Exception
                 result.set_exception(error)
 
         self._work.put(run)

@@ -217,7 +217,9 @@ class Runner:
         except asyncio.CancelledError:
             await delivery.nak()
             raise
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of a library in Rust, such as tokenizers, is no Exception
             visit.failed(type(error).__name__)
             await self._fail(delivery, error)
 
@@ -244,7 +246,7 @@ class Runner:
         else:
             await delivery.ack()
 
-    async def _fail(self, delivery: Delivery, error: Exception) -> None:
+    async def _fail(self, delivery: Delivery, error: BaseException) -> None:
         stage = self._stage.name
         metrics.RETRIES.labels(stage).inc()
         self._failed.add(delivery.message)

@@ -60,7 +60,7 @@ ROOMS: dict[str, set[str]] = {
         "engine.vision.towers",
     },
     "engine.adapters": {"engine.checkpoints", "engine.cpu", "engine.models", "engine.planning", "engine.transfer"},
-    "engine.backends": {"engine", "engine.adapters", "engine.planning", "engine.text"},
+    "engine.backends": {"engine", "engine.adapters", "engine.cpu", "engine.planning", "engine.text"},
     "engine.checkpoints": {"engine.checkpoints.gguf"},
     "engine.checkpoints.gguf": {
         "engine.checkpoints.experts",

@@ -93,7 +93,8 @@ def start_ahead(arguments: Sequence[str]) -> None:
         and not any(argument.partition("=")[0] in flags for argument in arguments)
         and not any("PENSTOCK_" + name.upper() in os.environ for name in _SAYS_OTHERWISE)
     ):
-        _started = AheadWorker()
+        with contextlib.suppress(OSError):  # no process can be started here: the supervisor tries too, and says so
+            _started = AheadWorker()
 
 
 def _load_xgrammar() -> None:

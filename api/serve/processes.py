@@ -11,13 +11,14 @@ import signal
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import structlog
 
 from ...config.process import FAMILY, die_with_parent, directory_of_children, python
 from ...config.settings import Settings
 from ...config.sources import variable
+from ...engine.cpu.machine import memory_kills
 from ...schemas.errors import Fatal, StartupError
 from .ahead import WORKER, AheadWorker
 
@@ -42,6 +43,29 @@ class Part:
     files: tuple[int, ...] = ()
 
 
+class Ending(NamedTuple):
+    """How a child has ended: `status` is below 0 for a signal; `ran_out` says that the kernel killed processes lately
+    for want of memory."""
+
+    status: int
+    ran_out: bool = False
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        if self.status >= 0:
+            return f"ended with status {self.status}"
+        try:
+            name = signal.Signals(-self.status).name
+        except ValueError:  # of real time
+            name = f"signal {-self.status}"
+        if -self.status != signal.SIGKILL:
+            return f"was killed by {name}"
+        if self.ran_out:
+            return f"was killed by {name}: the memory of the machine or its container ran out"
+        return f"was killed by {name}, as the system does when its memory runs out"
+
+
 class ProcessKeeper:
     """A child may take `drain` seconds to end; `most_delay` is the longest delay of a restart, in seconds.
 
@@ -57,6 +81,7 @@ class ProcessKeeper:
         self.ahead: AheadWorker | None = None  # runs the part with its arguments; set by the owner, and by `run`
         self.running: dict[str, Process | AheadWorker] = {}  # by part, dead ones until they are restarted; set by `run`
         self._drain, self._most_delay, self._output = drain, most_delay, output
+        self._memory_kills = memory_kills()  # as of the last child that ended; set by `run`
 
     async def keep(self, part: Part, environment: dict[str, str], until: asyncio.Event) -> None:
         """Run a child until `until` is set, restarting it when it dies; then end it.
@@ -68,7 +93,8 @@ class ProcessKeeper:
         while not until.is_set() and self.fatal is None:
             await self.may_start.wait()
             born = asyncio.get_running_loop().time()
-            status = await self.run(part, environment, until)
+            ending = await self.run(part, environment, until)
+            status = ending.status
             if until.is_set():
                 return
             if status != FATAL_EXIT:
@@ -83,16 +109,18 @@ class ProcessKeeper:
                 continue
             lived = asyncio.get_running_loop().time() - born
             delay = 0.0 if lived > STEADY else delay
-            log.error("process died, restarting", process=part.name, status=status, delay=delay)
+            log.error("process died, restarting", process=part.name, status=status, reason=ending.text, delay=delay)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(delay):
                     await until.wait()
             delay = min(max(2 * delay, LEAST_DELAY), self._most_delay)
 
-    async def run(self, part: Part, environment: dict[str, str], until: asyncio.Event) -> int:
-        """Run a child once, and end it when `until` is set; returns its exit status."""
+    async def run(self, part: Part, environment: dict[str, str], until: asyncio.Event) -> Ending:
+        """Run a child once, and end it when `until` is set."""
         child = self.running[part.name] = await self._start(part, environment)
-        return await self._until(child, until)
+        status = await self._until(child, until)
+        before, self._memory_kills = self._memory_kills, memory_kills()
+        return Ending(status, self._memory_kills > before)
 
     async def _start(self, part: Part, environment: dict[str, str]) -> Process | AheadWorker:
         if self.ahead is not None and part.arguments == WORKER:
@@ -132,18 +160,6 @@ class ProcessKeeper:
             if child.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     child.kill()
-
-
-def how_it_ended(status: int) -> str:
-    """How a process with this exit status has ended, for people; below 0 it is the signal that ended it."""
-    if status >= 0:
-        return f"ended with status {status}"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:  # of real time
-        name = f"signal {-status}"
-    advice = ", as the system does when its memory runs out" if -status == signal.SIGKILL else ""
-    return f"was killed by {name}{advice}"
 
 
 async def keep_broker(server: EmbeddedServer) -> None:

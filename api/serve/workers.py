@@ -29,7 +29,7 @@ from ...streams.port import Message
 from ...streams.stores.catalogue import CatalogueStore
 from ...streams.stores.registry import Registry
 from ...streams.topology import lanes_of
-from .processes import FATAL_EXIT, Part, ProcessKeeper, how_it_ended
+from .processes import FATAL_EXIT, Ending, Part, ProcessKeeper
 
 log = structlog.get_logger(__name__)
 
@@ -123,12 +123,12 @@ class HostedWorkers:
         key = hosted.key
         log.info("model loads", model=key.name, revision=key.revision, worker=hosted.worker, device=hosted.device)
         part = Part(f"worker {hosted.worker}", ("worker", "--id", hosted.worker, "--revision", str(key.revision)))
-        status = await self._keeper.run(part, environment, hosted.ending)
-        reason = None if hosted.ending.is_set() else await self._reason(hosted, status)
+        ending = await self._keeper.run(part, environment, hosted.ending)
+        reason = None if hosted.ending.is_set() else await self._reason(hosted, ending)
         while True:
             with outage_logged("the end of a worker cannot be noted", worker=hosted.worker):
                 with contextlib.suppress(IllegalTransition):
-                    change = partial(self._ended, reason=reason, is_final=status == FATAL_EXIT)
+                    change = partial(self._ended, reason=reason, is_final=ending.status == FATAL_EXIT)
                     await self._store.change_state(key, change)
                 break
             if self._closing:  # the broker may never return, and the next agent finds that this one is gone
@@ -152,9 +152,9 @@ class HostedWorkers:
             return failed
         return failed.model_copy(update={"retry_at": None})  # at once: who waits for it goes on waiting
 
-    async def _reason(self, hosted: HostedWorker, status: int) -> str:
+    async def _reason(self, hosted: HostedWorker, ending: Ending) -> str:
         """Why a worker ended without being asked to: its own word, if it left one."""
         with contextlib.suppress(Fatal), outage_logged("a worker's last word cannot be read", worker=hosted.worker):
             if word := await self._registry.last_word(hosted.worker):
                 return word
-        return f"its worker {how_it_ended(status)}"
+        return f"its worker {ending.text}"

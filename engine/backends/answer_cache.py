@@ -5,7 +5,6 @@ It wraps a backend and is one. Tenants share neither answers nor prefixes.
 
 from __future__ import annotations
 
-import os
 import struct
 from collections import OrderedDict
 from hashlib import blake2b
@@ -16,6 +15,7 @@ from ..adapters.files import AdapterFiles
 from ..adapters.loaded import Adapter, Targets
 from ..backend import Backend
 from ..choice import Choice
+from ..cpu.machine import memory_of_machine
 from ..models import ModelInfo
 from ..output import CacheStats
 from ..planning.manifest import Manifest
@@ -27,12 +27,12 @@ _TOKEN_BYTES = 40  # of a token: the list's reference and the integer
 
 
 class AnswerCache:
-    """Evicts the least recently used answers beyond `memory` bytes, by default a twentieth of the RAM."""
+    """Evicts the least recently used answers beyond `memory` bytes, by default a twentieth of the machine's or the
+    container's."""
 
     def __init__(self, backend: Backend, memory: int | None = None) -> None:
         self._backend = backend
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        self._memory = int(total * _SHARE_OF_RAM) if memory is None else memory
+        self._memory = int(memory_of_machine().total * _SHARE_OF_RAM) if memory is None else memory
         self._used = 0
         self._answers: OrderedDict[bytes, list[int]] = OrderedDict()
         self._replays: dict[Choice, list[int]] = {}

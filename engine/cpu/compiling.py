@@ -27,6 +27,7 @@ NATIVE = _APPLE if sys.platform == "darwin" else _NATIVE
 
 _PATIENCE = 300.0  # seconds for which a process waits while another one compiles
 _NO_CACHE = "set XDG_CACHE_HOME to a writable directory"
+RUNS_PROGRAMS = "set XDG_CACHE_HOME to a directory from which programs may run"
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 
 
@@ -105,6 +106,8 @@ def _compile(compiler: str, cache: Path, options: Sequence[str], start: str) -> 
     from filelock import FileLock  # most starts compile nothing
 
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if os.statvfs(cache).f_flag & getattr(os, "ST_NOEXEC", 0):  # what could not be loaded would be compiled in vain
+        raise NotCompiled(f"{cache} is on a file system from which no program may run (noexec); {RUNS_PROGRAMS}")
     with ExitStack() as stack:
         with suppress(OSError, NotImplementedError):  # a timeout is an OSError as well
             stack.enter_context(FileLock(cache / "compiling.lock", timeout=_PATIENCE))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...config.directories import user_cache
-from .compiling import NATIVE, NotCompiled, compiled, kept
+from .compiling import NATIVE, RUNS_PROGRAMS, NotCompiled, compiled, kept
 from .machine import KERNEL_FLAGS, cpu_flags
 from .variants import BUILT, find
 
@@ -216,7 +216,7 @@ def load_kernels(compiler: str = "cc", cache: Path | None = None, built: Path | 
     try:
         return Kernels(ctypes.CDLL(str(path)))
     except OSError as error:
-        raise NoKernels(f"{error}; set XDG_CACHE_HOME to a directory from which programs may run") from error
+        raise NoKernels(f"{error}; {RUNS_PROGRAMS}") from error
 
 
 def _openmp() -> list[int | None]:

@@ -61,6 +61,19 @@ def memory_of_machine(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> Memory:
     return Memory(total, max(0, available))
 
 
+def memory_kills(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
+    """How many processes Linux has killed because memory ran out: of this process's control group, or else of the
+    machine. 0 where the system does not say."""
+    counts = [
+        group / ("memory.events" if version == 2 else "memory.oom_control")
+        for group, version in _groups("memory", proc, cgroups)
+    ]
+    for path in (*counts, proc / "vmstat"):
+        with contextlib.suppress(OSError, KeyError, ValueError):
+            return int(dict(line.split() for line in path.read_text().splitlines())["oom_kill"])
+    return 0
+
+
 def available_cores(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
     """The number of cores that this process may use: its CPU affinity, limited by the quotas of its control groups."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

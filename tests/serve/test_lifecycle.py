@@ -27,7 +27,7 @@ from setting_up import set_up
 
 from penstock.api.serve import processes
 from penstock.api.serve.listening import listen, say
-from penstock.api.serve.processes import Part, ProcessKeeper, child_environment, keep_broker
+from penstock.api.serve.processes import Ending, Part, ProcessKeeper, child_environment, keep_broker
 from penstock.api.serve.watching import ready
 from penstock.config.settings import Settings
 from penstock.schemas.errors import BrokerUnavailable, StartupError
@@ -377,14 +377,32 @@ async def test_a_process_that_dies_is_restarted_at_once_and_less_often_if_it_die
     over, lives = asyncio.Event(), iter(range(len(delays)))
 
     class Dying(ProcessKeeper):
-        async def run(self, part: Part, environment: dict[str, str], until: asyncio.Event) -> int:
+        async def run(self, part: Part, environment: dict[str, str], until: asyncio.Event) -> Ending:
             if next(lives, None) is None:
                 over.set()
-            return 1
+            return Ending(1)
 
     with structlog.testing.capture_logs() as logs:
         await Dying(5.0, most_delay=0.01).keep(Part("stage", ()), {}, over)
     assert [entry["delay"] for entry in logs if entry["event"] == "process died, restarting"] == delays
+
+
+@pytest.mark.parametrize(
+    ("kills", "told"),
+    [
+        ([4, 5], "was killed by SIGKILL: the memory of the machine or its container ran out"),
+        ([4, 4], "was killed by SIGKILL, as the system does when its memory runs out"),
+    ],
+)
+async def test_a_kill_for_want_of_memory_is_told(kills: list[int], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, part = iter(kills), Part("stage", ("--version",))
+    monkeypatch.setattr(processes, "memory_kills", lambda: next(counts))
+    keeper = ProcessKeeper(5.0)
+    running = asyncio.create_task(keeper.run(part, dict(os.environ), asyncio.Event()))
+    while part.name not in keeper.running:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    os.kill(keeper.running[part.name].pid, signal.SIGKILL)
+    assert (await running).text == told
 
 
 @pytest.mark.parametrize("name", ["worker", "nats-server"])

@@ -38,6 +38,10 @@ IN_VAIN = (
 PIPELINE = ("validate", "odd", "queue", "batch", "infer", "stream")
 
 
+class PanicException(BaseException):
+    """What a panic in Rust is in Python, as of tokenizers that cannot start a thread."""
+
+
 class Odd(JobStage):
     """Does what the prompt says."""
 
@@ -48,6 +52,8 @@ class Odd(JobStage):
     async def handle(self, delivery: Delivery) -> None:
         bucket = await self.pipe.broker.bucket("failures")
         Odd.begun.append(await Count(bucket, self.name, delivery.message, "begun").read())
+        if b'"panic"' in delivery.message.data:
+            raise PanicException("secret words of a prompt")
         await super().handle(delivery)
 
     async def process(self, job: ValidatedJob) -> ValidatedJob:
@@ -149,6 +155,17 @@ def test_a_job_that_cannot_be_handled_is_buried_and_its_client_told(
     assert codec.decode_model(ValidatedJob, letter.data, None).id == failed.request
     logged = capsys.readouterr()
     assert "ZeroDivisionError" in logged.out + logged.err
+    assert "secret words" not in logged.out + logged.err
+
+
+def test_a_panic_in_a_library_fails_a_job_as_any_error_does(odd: Pipeline, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody settled the message, and its client heard nothing."""
+    (failed,) = odd.ask(BODY | {"prompt": "panic"})
+    assert isinstance(failed, Failed) and failed.error.status == 500
+    (letter,) = dead(odd)
+    assert letter.headers["Penstock-Dead-Attempts"] == "2"
+    assert letter.headers["Penstock-Dead-Reason"] == "PanicException"
+    logged = capsys.readouterr()
     assert "secret words" not in logged.out + logged.err
 
 

@@ -14,7 +14,7 @@ from memory_pipeline import FragileEcho, Pipeline
 
 from penstock.api.bridge.reading import Reading
 from penstock.api.serve.agent import ModelAgent
-from penstock.api.serve.processes import FATAL_EXIT, Part, ProcessKeeper
+from penstock.api.serve.processes import FATAL_EXIT, Ending, Part, ProcessKeeper
 from penstock.engine import EngineConfig, InferenceEngine
 from penstock.engine.backends.echo import _Row
 from penstock.schemas.events import Accepted, Done, Event, Token
@@ -49,17 +49,17 @@ class Tasks(ProcessKeeper):
         self._pipe = pipeline.pipe
         self._store = store
 
-    async def run(self, part: Part, environment: dict[str, str], until: asyncio.Event) -> int:
+    async def run(self, part: Part, environment: dict[str, str], until: asyncio.Event) -> Ending:
         worker, revision = part.arguments[2], int(part.arguments[4])
         source = (await self._store.read()).find(MODEL).sources[revision]
         if source in ("dead", "killed"):
-            return 1 if source == "dead" else -signal.SIGKILL
+            return Ending(1 if source == "dead" else -signal.SIGKILL)
         if source == "endless":  # it loads for ever
             await until.wait()
-            return 0
+            return Ending(0)
         if source == "fatal":
             await self._pipe.registry.leave_word(worker, "its weights are broken")
-            return FATAL_EXIT
+            return Ending(FATAL_EXIT)
         config = EngineConfig(model="echo", backend="echo", max_sequence_length=512, max_batch_size=16, echo_rate=100.0)
         backend = Lettered(config)
         backend.letter = source[0]
@@ -84,7 +84,7 @@ class Tasks(ProcessKeeper):
         runner.stop()
         await running
         engine.close()
-        return 0
+        return Ending(0)
 
 
 class Asked:

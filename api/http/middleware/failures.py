@@ -3,6 +3,8 @@ page could not read it, Anthropic's clients would not know its form, and the log
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ....schemas.events import ErrorBody
@@ -27,7 +29,9 @@ class Failures:
 
         try:
             await self.app(scope, receive, seen if scope["type"] == "http" else send)
-        except Exception:
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # a panic of a library in Rust, such as tokenizers, is no Exception
             if scope["type"] == "http" and not begun:
                 text = "Penstock could not answer because of an internal error; see its log."
                 error = ErrorBody(500, text, "server_error", "internal_error")

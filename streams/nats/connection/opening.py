@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import re
 import ssl
 from typing import NamedTuple, Protocol
@@ -12,6 +13,7 @@ from urllib.parse import urlsplit
 from nats.errors import Error, SecureConnWantedError
 
 from ....schemas.errors import BrokerAway, StartupError
+from ....schemas.urls import is_loopback
 from .access import Access, AccessError
 from .client import ClosedAfterHandshake, DirectClient
 
@@ -50,6 +52,11 @@ def public_address(url: str) -> str:
     """`url` (or several, separated by commas) without credentials, fit for logs and error messages."""
     servers = (urlsplit(server if "://" in server else f"nats://{server}") for server in url.split(","))
     return ",".join(f"{server.scheme}://{server.netloc.rpartition('@')[2]}" for server in servers)
+
+
+def _is_own(server: str) -> bool:
+    """Whether the address of a server is this machine's own."""
+    return is_loopback(urlsplit(server if "://" in server else f"nats://{server}").hostname or "")
 
 
 async def open_client(client: DirectClient, url: str, access: Access, name: str, listener: Listener) -> None:
@@ -98,10 +105,10 @@ async def open_client(client: DirectClient, url: str, access: Access, name: str,
         reason = str(error) or type(error).__name__
         if not failed.done():
             raise StartupError(f"NATS at {public_address(url)}: {reason}; correct --nats-url") from error
-        raise BrokerAway(
-            f"no NATS server answers at {public_address(url)}: {reason}; "
-            "start one or leave --nats-url out to use the built-in one"
-        ) from error
+        advice = "start one or leave --nats-url out to use the built-in one"
+        if isinstance(error, OSError) and error.errno == errno.ENETUNREACH and all(map(_is_own, servers)):
+            advice = "this machine cannot reach itself: bring its loopback interface up, as by `ip link set lo up`"
+        raise BrokerAway(f"no NATS server answers at {public_address(url)}: {reason}; {advice}") from error
     finally:
         if not connecting.done():
             connecting.cancel()

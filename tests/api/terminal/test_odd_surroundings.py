@@ -57,6 +57,20 @@ __main__.main()
     assert ended.stderr.startswith(b"error: No more threads can be started here; raise the limit of processes")
 
 
+def test_where_no_process_can_be_started_serve_says_so_in_a_line(tmp_path: Path) -> None:
+    """Its first one, the worker that it starts before anything else, ended it with a traceback."""
+    code = """
+import sys
+from penstock import __main__
+sys.executable = "/none/python"
+__main__.main()
+"""
+    more = "serve", "--nats-server", "/none/nats-server", "--port", "0", "--state-dir", str(tmp_path)
+    ended = subprocess.run([sys.executable, "-c", code, *more], capture_output=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr == b"error: /none/nats-server is not an executable file; correct --nats-server\n"
+
+
 @pytest.mark.parametrize("command", [("serve", "--help"), ("chat", "--help"), ("schema",)])
 def test_a_narrow_encoding_loses_characters_alone(command: tuple[str, ...]) -> None:
     ended = run(*command, environment=NARROW)

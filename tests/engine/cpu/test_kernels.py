@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from ctypes import CDLL
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -624,6 +625,18 @@ class TestCompiling:
         (tmp_path / "file").touch()
         for cache in (tmp_path / "file" / "cache", Path("/proc/cache")):
             assert "set XDG_CACHE_HOME to a writable directory" in self.fail("cc", cache)
+
+    def test_a_cache_from_which_no_program_may_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It compiled there for a minute, and then could not load what it had made."""
+        compiler = tmp_path / "cc"
+        compiler.write_text('#!/bin/sh\n[ "$1" = --version ]\n')
+        compiler.chmod(0o755)
+        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOEXEC))
+        line = self.fail(str(compiler), tmp_path / "cache")
+        assert line == (
+            f"{tmp_path}/cache is on a file system from which no program may run (noexec); "
+            "set XDG_CACHE_HOME to a directory from which programs may run"
+        )
 
     @staticmethod
     def hasty(directory: Path) -> str:

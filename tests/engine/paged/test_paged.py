@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -304,8 +305,15 @@ class TestAnswers:
         deltas = cache.step()
         assert [token for delta in deltas for token in delta.token_ids] == first.tokens[3:]
 
-    def test_memory_is_bounded_and_the_least_used_goes_first(self, load: Load) -> None:
-        cache = AnswerCache(load(), memory=2 * (300 + 40 * 8))
+    @pytest.mark.parametrize("is_given", [True, False])
+    def test_memory_is_bounded_and_the_least_used_goes_first(
+        self, load: Load, is_given: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """By default to a twentieth of what the process may have, which can be far less than the machine has."""
+        backend, room = load(), 2 * (300 + 40 * 8)
+        with monkeypatch.context() as patch:
+            patch.setattr(resource, "getrlimit", lambda _: (20 * room, 20 * room))
+            cache = AnswerCache(backend, memory=room if is_given else None)
         for prompt in ([5], [6], [5], [7]):
             add(cache, prompt)
             finish(cache)

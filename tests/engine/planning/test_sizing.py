@@ -21,7 +21,7 @@ from pydantic import ByteSize
 from tiny_model import make_tiny_model
 
 from penstock.engine import EngineConfig, InferenceEngine
-from penstock.engine.cpu.machine import Memory, available_cores, memory_of_machine
+from penstock.engine.cpu.machine import Memory, available_cores, memory_kills, memory_of_machine
 from penstock.engine.models import read_shapes
 from penstock.engine.paged.kv.kv_plan import check_memory
 from penstock.engine.planning.model_files import Weights
@@ -326,6 +326,23 @@ def test_a_container_has_the_cores_of_its_quota(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     container(tmp_path, cgroup, **files)
     assert available_cores(tmp_path / "proc", tmp_path / "groups") == cores
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "killed"),
+    [
+        ("0::/\n", {}, 0),
+        ("0::/\n", {"../proc/vmstat": "nr_free_pages 5\noom_kill 7\n"}, 7),
+        ("0::/a\n", {"a/memory.events": "oom 4\noom_kill 3\n", "../proc/vmstat": "oom_kill 7\n"}, 3),
+        ("0::/docker/c0ffee\n", {"memory.events": "oom_kill 2\n"}, 2),
+        ("4:memory:/y\n0::/\n", {"memory/y/memory.oom_control": "under_oom 0\noom_kill 1\n"}, 1),
+    ],
+)
+def test_a_container_counts_what_was_killed_for_want_of_memory(
+    tmp_path: Path, cgroup: str, files: dict[str, str], killed: int
+) -> None:
+    container(tmp_path, cgroup, **files)
+    assert memory_kills(tmp_path / "proc", tmp_path / "groups") == killed
 
 
 def test_a_process_has_what_its_addresses_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

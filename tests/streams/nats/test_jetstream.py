@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -395,6 +397,20 @@ async def test_a_stream_has_more_than_a_thousand_consumers(jetstream: JetStreamB
         config = {"durable_name": f"c{number}", "ack_policy": "explicit"}
         request = {"stream_name": stream, "config": config}
         await call(jetstream._link, f"CONSUMER.DURABLE.CREATE.{stream}.c{number}", request)
+
+
+def test_a_machine_that_cannot_reach_itself() -> None:
+    """Its server runs, but its loopback interface is down, as in a new network namespace."""
+    code = """
+import asyncio
+from penstock.streams.nats.broker import JetStreamBroker
+asyncio.run(JetStreamBroker.connect("nats://127.0.0.1:4222", namespace="p"))
+"""
+    alone = ["unshare", "--map-root-user", "--net"]
+    if shutil.which("unshare") is None or subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("needs a machine where it may make network namespaces")
+    done = subprocess.run([*alone, sys.executable, "-c", code], capture_output=True, text=True)
+    assert "Network is unreachable; this machine cannot reach itself: bring its loopback interface up" in done.stderr
 
 
 async def test_nobody_at_the_address() -> None:

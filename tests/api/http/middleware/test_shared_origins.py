@@ -28,6 +28,12 @@ CLIENTS = (
     "anthropic-beta,anthropic-dangerous-direct-browser-access,anthropic-version,content-type,x-api-key,"
     "x-stainless-helper-method,x-stainless-lang,x-stainless-retry-count",
 )
+
+
+class PanicException(BaseException):
+    """What a panic in Rust is in Python."""
+
+
 PATHS = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
@@ -133,17 +139,22 @@ async def test_a_page_reads_when_to_come_back_and_what_is_left(path: str, status
     assert_readable(response)
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/broken", "/v1/messages/broken"])
-async def test_a_page_reads_that_the_server_failed(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("/v1/chat/broken", ArithmeticError), ("/v1/messages/broken", ArithmeticError), ("/v1/broken", PanicException)],
+)
+async def test_a_page_reads_that_the_server_failed(
+    path: str, kind: type[BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
     script = await Script.start(cors_origins=PAGE)
 
     async def broken(request: object) -> None:
-        raise ArithmeticError("of the test")
+        raise kind("of the test")
 
     script.app.routes.insert(0, Route(path, broken))
 
     async def server(scope: Any, receive: Any, send: Any) -> None:
-        with pytest.raises(ArithmeticError):  # what a server of ASGI applications logs
+        with pytest.raises(kind):  # what a server of ASGI applications logs
             await script.app(scope, receive, send)
 
     response = await ask(server, "GET", path, None, SENT)

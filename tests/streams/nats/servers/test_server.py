@@ -182,6 +182,19 @@ async def test_a_missing_binary(tmp_path: Path) -> None:
         await EmbeddedServer.start(tmp_path / "state", tmp_path / "none")
 
 
+async def test_a_server_that_crashes_is_asked_why(tmp_path: Path) -> None:
+    """The end of its log is Go's stacks."""
+    state, binary = tmp_path / "state", tmp_path / "nats-server"
+    state.mkdir()
+    (state / "nats-server.log").write_text("panic: long ago\n")
+    told = "runtime: failed to create new OS thread\nfatal error: newosproc"
+    binary.write_text(f"#!/bin/sh\necho '{told}\n\nruntime stack:\n\tgo:1\n\tgo:2\n\tgo:3' >&2\nexit 2\n")
+    binary.chmod(0o755)
+    with pytest.raises(StartupError, match=r"ended with status 2") as caught:
+        await EmbeddedServer.start(state, binary)
+    assert str(caught.value).endswith(f"{state}/nats-server.log:\n{told}")
+
+
 async def test_a_binary_that_ends_at_once(tmp_path: Path) -> None:
     binary = tmp_path / "nats-server"
     binary.write_text("#!/bin/sh\necho no licence today >&2\nexit 3\n")
