@@ -243,8 +243,10 @@ class ResponsesSocket:
 
         try:
             await self._socket.app(self._scope(path, len(data)), receive, send)
-        except Exception:
-            log.exception("a message over a WebSocket failed")  # its client was told
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # as `Failures`, which has answered 500
+            log.exception("a message over a WebSocket failed")
         if status != 200 and not self._gone.is_set():
             await self._send(_in_lane(asked.stream, _refused(status, headers, rest)))
         return status == 200
