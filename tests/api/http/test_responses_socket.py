@@ -185,13 +185,16 @@ async def told(socket: ClientConnection) -> dict[str, Any]:
         ({"Authorization": "Bearer sk-0123456789", "Idempotency-Key": "k"}, 400, "invalid_value"),
     ],
 )
-async def test_a_handshake_is_refused_as_a_request_would_be(headers: dict[str, str], status: int, code: str) -> None:
+async def test_a_handshake_is_refused_as_a_request_would_be(
+    caplog: pytest.LogCaptureFixture, headers: dict[str, str], status: int, code: str
+) -> None:
     async with Server.run(api_keys=["acme=sk-0123456789"]) as server:
         with pytest.raises(InvalidStatus) as refused:
             async with opened(server, additional_headers=headers):
                 pass
         assert refused.value.response.status_code == status
         assert json.loads(refused.value.response.body)["error"]["code"] == code
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 async def test_each_message_is_judged_like_a_request() -> None:
@@ -236,6 +239,15 @@ async def test_a_message_is_no_larger_than_a_body() -> None:
         with pytest.raises(ConnectionClosed) as closed:
             await socket.recv()
         assert closed.value.rcvd is not None and closed.value.rcvd.code == 1009
+
+
+async def test_a_connection_may_be_silent_for_longer_than_a_head() -> None:
+    async with Server.run(header_timeout=1.5) as server, opened(server) as socket:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(2):
+                await socket.recv()
+        await socket.send("{}")
+        assert (await told(socket))["error"]["code"] == "unknown_event"
 
 
 async def test_a_connection_counts_until_it_ends() -> None:
