@@ -74,6 +74,10 @@ class Odd(JobStage):
                 return job.model_copy(update={"id": "other", "tenant": "other"})
             case "misspell":
                 return job.model_copy(update={"params": job.params.model_copy(update={"temprature": 1.0})})
+            case "lose params":
+                return job.model_copy(update={"params": job.params.model_dump()})
+            case "lose body":
+                return job.model_copy(update={"body": None})
             case "rewrite":
                 return job.model_copy(update={"body": job.body | {"prompt": "else", "temperature": 0.5}})
             case "rewrite in place":
@@ -163,6 +167,8 @@ def test_a_job_that_cannot_be_handled_is_buried_and_its_client_told(
         ("rewrite in place", f"process changed prompt {IN_VAIN}"),
         ("send elsewhere", "process changed model to 'nowhere' in revision 1, which is not served here"),
         ("misspell", "process set temprature, which a job does not have"),
+        ("lose params", "process set params to a dict, not a GenerationParams"),
+        ("lose body", "process set body to a NoneType, not a dict"),
         (
             "freeze",
             "process returned a job that is not valid: params.temperature: Input should be greater than or equal to 0",
