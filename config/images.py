@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
 
 from .models import UrlPrefix, split_commas
 
@@ -38,3 +38,11 @@ class ImageSettings(BaseModel):
         "figures",
         description="Pages of PDFs that a model sees as images: those without text, those with figures too, or all.",
     )
+
+    @field_validator("min_pixels")
+    @classmethod
+    def _is_not_above(cls, value: int | None, info: ValidationInfo) -> int | None:
+        most = info.data.get("max_pixels")
+        if value is not None and most is not None and value > most:
+            raise ValueError(f"{value} is above max_pixels={most}; no image has so many and so few")
+        return value

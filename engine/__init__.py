@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..schemas.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from ..schemas.params import GenerationParams
+    from ..schemas.params import GenerationParams, Grammar
     from .adapters.loaded import AdapterInfo
     from .backend import Backend
     from .backends.embedding import EmbeddingBackend
@@ -46,6 +46,7 @@ __all__ = [
     "GenerationOutput",
     "GenerationParams",
     "GenerationStats",
+    "Grammar",
     "ImageText",
     "InferenceEngine",
     "LogitsProcessor",
@@ -82,6 +83,7 @@ _HOMES = {
     "GenerationOutput": ".output",
     "GenerationParams": "..schemas.params",
     "GenerationStats": ".output",
+    "Grammar": "..schemas.params",
     "ImageText": ".preparing.prompts",
     "InferenceEngine": ".engine",
     "LogitsProcessor": ".plug_ins.port",

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationInfo, field_validator
 
+from ..schemas.base import held_as
 from ..schemas.errors import ConfigurationError
 from .vision.reading import ANY, MOST_DECODED, ShownPages
+
+# To type checkers each of these is what it is read as; Any lets a caller give what becomes one: a path, or "4GiB".
+_Source = Annotated[str | Any, held_as(Annotated[str, Field(min_length=1)])]
+_Bytes = Annotated[int | Any, held_as(Annotated[ByteSize, Field(gt=0)])]
+_Directory = Annotated[Path | Any, held_as(Annotated[Path, Field(strict=False)])]
 
 
 def _as_text(model: object) -> object:
@@ -45,7 +51,7 @@ class EngineConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
-    model: Annotated[str, BeforeValidator(_as_text), Field(min_length=1)]
+    model: Annotated[_Source, BeforeValidator(_as_text)]
     backend: Annotated[str, Field(min_length=1)] = "paged"
     device: Annotated[str, Field(min_length=1)] = "auto"
     dtype: Literal["bfloat16", "float16", "float32", "auto"] = "bfloat16"
@@ -54,15 +60,15 @@ class EngineConfig(BaseModel):
     max_batch_size: Annotated[int, Field(ge=1)] | None = None
     reserved_batch_size: Annotated[int, Field(ge=0)] = 0  # of these, for requests of priority 0 alone
     max_sequence_length: Annotated[int, Field(ge=2)] | None = None
-    kv_cache_memory: Annotated[ByteSize, Field(gt=0)] | None = None
+    kv_cache_memory: _Bytes | None = None
     enable_cuda_graph: bool | None = None
     compile_kernels: bool = True
     enable_chunked_prefill: bool | None = None
     prefill_chunk_size: Annotated[int, Field(ge=1)] | None = None
     speculation: Literal["auto", "off"] = "auto"
     speculation_depth: Annotated[int, Field(ge=1, le=64)] = 12
-    prefix_cache_dir: Annotated[Path, Field(strict=False)] | None = None
-    prefix_cache_limit: Annotated[ByteSize, Field(gt=0)] = ByteSize(10 << 30)
+    prefix_cache_dir: _Directory | None = None
+    prefix_cache_limit: _Bytes = ByteSize(10 << 30)
     cache_answers: bool = False
     stall_timeout: Annotated[float, Field(gt=0)] = 30.0
     backend_options: tuple[str, ...] = ()
@@ -74,6 +80,22 @@ class EngineConfig(BaseModel):
     max_decoded_pixels: Annotated[int, Field(ge=1, le=MOST_DECODED)] = ANY.decoded
     shown_pages: ShownPages = ANY.pages
     echo_rate: Annotated[float, Field(ge=0)] = 0.0
+
+    @field_validator("reserved_batch_size")
+    @classmethod
+    def _leaves_room(cls, value: int, info: ValidationInfo) -> int:
+        most = info.data.get("max_batch_size")
+        if most is not None and value >= most:
+            raise ValueError(f"{value} of max_batch_size={most} leaves no room for other requests; reserve fewer")
+        return value
+
+    @field_validator("min_pixels")
+    @classmethod
+    def _is_not_above(cls, value: int | None, info: ValidationInfo) -> int | None:
+        most = info.data.get("max_pixels")
+        if value is not None and most is not None and value > most:
+            raise ValueError(f"{value} is above max_pixels={most}; no image has so many and so few")
+        return value
 
     def refuse(self, *names: str) -> None:
         """Raise `ConfigurationError` naming each of these settings that is not at its default.

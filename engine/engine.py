@@ -31,7 +31,7 @@ from .planning.manifest import Manifest
 from .plug_ins.found import PlugIns
 from .plug_ins.port import PlugIn
 from .pooled import inputs_of, pairs_of, refuse_pairs, results
-from .preparing.prompts import Many, Prompt, Prompts, as_list, checked, is_list, naming, sight_of
+from .preparing.prompts import Many, Prompt, Prompts, as_list, checked, is_list, naming, sight_of, tokens_of
 from .progress import loading_bar
 from .request import EngineRequest, check_ids
 from .text.tokenizer_port import TokenizerLike
@@ -60,9 +60,10 @@ class InferenceEngine:
         """Load the model that `config` names, which may take minutes.
 
         `progress` is called as the weights load, and a terminal shows a bar. `backend` replaces the configured one,
-        `driver` the thread that steps it; `plug_ins` adds some by name. Raises `ConfigurationError`, `ModelLoadError`.
+        `driver` its thread; `plug_ins` adds some. Raises `ConfigurationError`, `ModelLoadError`, `TypeError`.
         """
-        self.config = checked(config)
+        self.config = checked(config, backend)
+        self._plug_ins = PlugIns(config.allowed_plug_ins, plug_ins)
         if backend is not None:
             self._driver = driver(lambda: backend, config.stall_timeout)
         else:
@@ -80,7 +81,6 @@ class InferenceEngine:
         self._clock = clock
         self._grammars = GrammarCompiler(self._backend.tokenizer)
         self._adapters = LoadedAdapters()
-        self._plug_ins = PlugIns(config.allowed_plug_ins, plug_ins)
         self._num_requests = self._num_prompt_tokens = 0
 
     @property
@@ -138,8 +138,8 @@ class InferenceEngine:
         return self.tokenizer.encode(whole(text), add_special_tokens)
 
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        check_ids(ids, "ids", self.tokenizer.vocabulary_size)
-        return self.tokenizer.decode([*ids], skip_special_tokens)
+        check_ids(tokens := tokens_of(ids), "ids", self.tokenizer.vocabulary_size)
+        return self.tokenizer.decode(tokens, skip_special_tokens)
 
     @overload
     def generate(
@@ -270,14 +270,14 @@ class InferenceEngine:
 
         Raises `InvalidRequest` for a backend without a prefix cache, and `OSError`.
         """
-        return self._driver.call(lambda: self._backend.save_prefixes(Path(path))).result()
+        return self._driver.call(lambda: self._backend.save_prefixes(Path(path).expanduser())).result()
 
     def load_prefixes(self, path: str | Path) -> int:
         """Restore the prefixes that `save_prefixes` wrote for the same model, as far as they fit.
 
         Returns the number of blocks. Raises `ConfigurationError` for a file of another model.
         """
-        return self._driver.call(lambda: self._backend.load_prefixes(Path(path))).result()
+        return self._driver.call(lambda: self._backend.load_prefixes(Path(path).expanduser())).result()
 
     def load_adapter(self, name: str, path: str | Path) -> AdapterInfo:
         """Load a LoRA adapter, a directory in PEFT's format, for requests that name it; running ones go on meanwhile.

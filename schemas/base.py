@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetPydanticSchema
 from pydantic_core import CoreSchema
 
 from .integers import integral
@@ -35,6 +35,11 @@ class Record(Strict):
     """What one process publishes or stores for another; unknown fields, of a newer version, are ignored."""
 
     model_config = ConfigDict(extra="ignore")
+
+
+def held_as(kind: object) -> GetPydanticSchema:
+    """Validates and holds a field as `kind`, where its annotation is what a caller may give, for type checkers."""
+    return GetPydanticSchema(lambda _, handler: handler(kind))
 
 
 def tool_name(text: str) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from .base import Strict
+from .base import Strict, held_as
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -37,7 +38,16 @@ class PlugInUse(Strict):
         return {"name": value} if isinstance(value, str) else value
 
 
-PlugInUses = Annotated[tuple[PlugInUse, ...], Field(max_length=MAX_PLUG_INS, strict=False)]
+# Any: a name, or a mapping, becomes a `PlugInUse`.
+PlugInUses = Annotated[
+    Sequence[PlugInUse | Any], held_as(tuple[PlugInUse, ...]), Field(max_length=MAX_PLUG_INS, strict=False)
+]
+TokenIds = Annotated[Sequence[int], held_as(tuple[Annotated[int, Field(ge=0)], ...]), Field(strict=False)]
+Stops = Annotated[
+    Sequence[str],
+    held_as(tuple[Annotated[str, Field(min_length=1)], ...]),
+    Field(max_length=MAX_STOPS, strict=False),
+]
 
 
 class GenerationParams(Strict):
@@ -49,7 +59,7 @@ class GenerationParams(Strict):
     `logit_bias` maps token ids to an addend in logits. `grammar` constrains the answer.
     `visible_token_ids` are special tokens that appear in the text; without `spaces_between_special_tokens` no space
     separates two of them. `logits_processors`, `stopping_criteria` and `clean_ups` are generation plug-ins, in the
-    order in which they work.
+    order in which they work: names, or names with arguments. Lists become tuples.
     """
 
     max_tokens: Annotated[int, Field(ge=1)] = 256
@@ -61,8 +71,8 @@ class GenerationParams(Strict):
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=MAX_STOPS, strict=False)] = ()
-    stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = ()
+    stop: Stops = ()
+    stop_token_ids: TokenIds = ()
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
@@ -70,7 +80,7 @@ class GenerationParams(Strict):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     ignore_eos: bool = False
     grammar: Grammar | None = None
-    visible_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = ()
+    visible_token_ids: TokenIds = ()
     spaces_between_special_tokens: bool = True
     logits_processors: PlugInUses = ()
     stopping_criteria: PlugInUses = ()
@@ -79,7 +89,7 @@ class GenerationParams(Strict):
     @property
     def plug_ins(self) -> tuple[PlugInUse, ...]:
         """The generation plug-ins of all kinds."""
-        return self.logits_processors + self.stopping_criteria + self.clean_ups
+        return (*self.logits_processors, *self.stopping_criteria, *self.clean_ups)
 
     @field_validator("prompt_logprobs", mode="before")
     @classmethod

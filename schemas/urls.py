@@ -26,13 +26,20 @@ def parse_url(text: str) -> httpx2.URL:
         url = httpx2.URL(text)
     except httpx2.InvalidURL:
         raise ValueError("not a URL") from None
-    if url.scheme not in ("http", "https") or not url.host:
-        raise ValueError("a URL begins with http:// or https:// and a host")
+    check_server(url)
     if url.userinfo or "@" in text.split("//", 1)[1].split("/", 1)[0]:
         raise ValueError("a URL holds no user name or password; send them as a header")
     if "#" in text:
         raise ValueError("a URL of a server has no fragment")
     return url
+
+
+def check_server(url: httpx2.URL) -> None:
+    """Raise `ValueError` for a URL that no server can have; its text does not repeat the URL."""
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ValueError("a URL begins with http:// or https:// and a host")
+    if url.port is not None and not 0 < url.port < 1 << 16:
+        raise ValueError(f"a port is a number from 1 to {(1 << 16) - 1}")
 
 
 class UrlLocation(NamedTuple):

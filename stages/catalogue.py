@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 
 from ..config.loading import load_named
 from ..config.settings import BUILT_IN_STAGES, RESERVED
-from ..schemas.errors import StartupError
+from ..schemas.errors import PenstockError, StartupError
 from ..schemas.jobs import TOKEN_PATTERN
 from .contract import Stage
 from .custom.filters import Filter
@@ -41,8 +42,10 @@ def find_stage(name: str) -> type[Stage] | type[Filter]:
         raise StartupError(f"the stage {name} holds a model: run it with `penstock worker MODEL`")
     try:
         found = load_named(name) if ":" in name else _installed(name)
-    except (ImportError, AttributeError, OSError) as error:
-        raise StartupError(f"the stage {name} cannot be loaded: {error}") from error
+    except PenstockError:  # it says itself what to do
+        raise
+    except (Exception, SystemExit) as error:  # importing runs a user's code
+        raise StartupError(f"the stage {name} cannot be loaded: {_reason(error)}") from error
     if not (isinstance(found, type) and issubclass(found, Stage | Filter)):
         raise StartupError(f"{name} is not a stage: it must be a subclass of penstock.stages.JobStage or Filter")
     own = getattr(found, "name", None)
@@ -51,6 +54,8 @@ def find_stage(name: str) -> type[Stage] | type[Filter]:
             f"{name} has {f'the name {own!r}' if own else 'no name'}: give it a class attribute `name`, the stage's "
             "name in the pipeline, of letters, digits, '_' and '-', and not one that Penstock uses"
         )
+    if ":" not in name and own != name:
+        raise StartupError(f"the entry point {name} leads to a stage called {own!r}: give both the same name")
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
         raise StartupError(f"{name} does not define {', '.join(missing)}")
     return found
@@ -81,9 +86,20 @@ def installed(name: str) -> bool:
 
 
 def _installed(name: str) -> object:
-    for entry in entry_points(group=GROUP, name=name):
+    entries = entry_points(group=GROUP, name=name)
+    if len(packages := sorted({entry.dist.name if entry.dist else entry.value for entry in entries})) > 1:
+        raise StartupError(f"{' and '.join(packages)} both have a stage called {name}; uninstall one of them")
+    for entry in entries:
         return entry.load()
     raise StartupError(
         f"no stage is called {name}; there are {', '.join(LIGHT)}, what is installed under the entry point {GROUP}, "
         "and your own as module:Class or file.py:Class"
     )
+
+
+def _reason(error: BaseException) -> str:
+    """Why a module or a name in it could not be had; of the module's own errors also where."""
+    if isinstance(error, ImportError | AttributeError | OSError | SyntaxError):
+        return str(error)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"

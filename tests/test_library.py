@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
+from pydantic import BaseModel
 
 import penstock
-from penstock import engine, streams
+from penstock import EngineConfig, GenerationParams, engine, streams
 from penstock.streams import memory
 
 LARGE = "('torch', 'nats', 'transformers', 'fastapi')"
@@ -33,6 +36,28 @@ def test_every_name_is_there(name: str) -> None:
 def test_a_name_that_is_not_there() -> None:
     with pytest.raises(AttributeError, match="'penstock' has no attribute 'Engine'"):
         _ = penstock.Engine
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        (GenerationParams, "stop", ["\n"]),
+        (GenerationParams, "stop_token_ids", [2]),
+        (GenerationParams, "visible_token_ids", [2]),
+        (GenerationParams, "clean_ups", ["no-digits"]),
+        (GenerationParams, "stopping_criteria", [{"name": "sentences", "arguments": {"count": 1}}]),
+        (EngineConfig, "model", Path("models/tiny")),
+        (EngineConfig, "kv_cache_memory", "4GiB"),
+        (EngineConfig, "kv_cache_memory", 4 << 30),
+        (EngineConfig, "prefix_cache_limit", 4 << 30),
+        (EngineConfig, "prefix_cache_dir", "prefixes"),
+    ],
+)
+def test_type_checkers_take_what_a_field_takes(kind: type[BaseModel], field: str, value: object) -> None:
+    kind.model_validate({"model": "m", field: value} if kind is EngineConfig else {field: value})
+    hint = get_type_hints(kind)[field]
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    assert any(one is Any or isinstance(value, get_origin(one) or one) for one in kinds)
 
 
 def test_importing_it_loads_nothing_large() -> None:

@@ -39,8 +39,8 @@ class OpenAIAdapter:
     """Takes and returns the JSON bodies of OpenAI's API; as safe to share between threads and event loops as `engine`.
 
     `name` is the model's name in requests and answers; its source if None. The name of a loaded LoRA adapter chooses
-    that instead. The formats say how to parse the model's
-    tool calls and reasoning: names, or "auto" for what its chat template suggests.
+    that instead. The formats say how to parse the model's tool calls and reasoning: names, or "auto" for what its chat
+    template suggests.
     """
 
     def __init__(
@@ -65,9 +65,10 @@ class OpenAIAdapter:
     async def acreate(self, body: Mapping[str, Any], endpoint: Endpoint = CHAT) -> dict[str, Any]:
         """Answer one request as a whole. The body may leave `model` out and must not ask for a stream.
 
-        Raises `InvalidRequest` where the server would answer 400, and `GenerationFailed`.
+        Raises `InvalidRequest` where the server would answer 400, `GenerationFailed`, and `TypeError` for what is no
+        body.
         """
-        if body.get("stream"):
+        if _checked(body).get("stream"):
             raise InvalidRequest("create() returns whole answers; for a stream call stream().", param="stream")
         running = await self._open(body, endpoint, streaming=False)
         try:
@@ -79,7 +80,7 @@ class OpenAIAdapter:
 
     async def stream(self, body: Mapping[str, Any], endpoint: Endpoint = CHAT) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the chunks of an answer as they come; to leave early cancels the request. Raises as `acreate` does."""
-        running = await self._open({**body, "stream": True}, endpoint, streaming=True)
+        running = await self._open({**_checked(body), "stream": True}, endpoint, streaming=True)
         try:
             async with aclosing(running.tokens()) as tokens:
                 async for token in tokens:
@@ -92,6 +93,12 @@ class OpenAIAdapter:
             running.cancel()
 
     async def _open(self, body: Mapping[str, Any], endpoint: Endpoint, *, streaming: bool) -> _Running:
+        if endpoint not in PREFIX:
+            raise InvalidRequest(
+                f"An adapter answers {', '.join(PREFIX)}, not {endpoint!r}; for conversations with tools use "
+                "ResponsesSession.",
+                param="endpoint",
+            )
         read: dict[str, Any] = whole(body)  # as over HTTP
         if read.get("model") is None:
             read["model"] = self.name
@@ -200,6 +207,12 @@ class _Running:
         if token.finish_reason is not None:
             self._reasons[delta.choice] = token.finish_reason
         return token
+
+
+def _checked(body: object) -> Mapping[str, Any]:
+    if not isinstance(body, Mapping):
+        raise TypeError(f"a body must be a mapping, such as {{'messages': […]}}, not {type(body).__name__}")
+    return body
 
 
 def _chunk(message: bytes) -> dict[str, Any]:

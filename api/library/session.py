@@ -24,9 +24,9 @@ from ...engine import InferenceEngine
 from ...schemas.base import tool_name
 from ...schemas.errors import GenerationFailed, InvalidRequest
 from ...schemas.loops import LoopTool, Source, ToolResult
-from ...schemas.urls import by_proxy, goes_through_proxies
+from ...schemas.urls import by_proxy, check_server, goes_through_proxies
 from ..tools.functions import Function
-from ..tools.mcp_config import FUNCTIONS, HttpServer, ServerConfig
+from ..tools.mcp_config import FUNCTIONS, ServerConfig, server_config
 from ..tools.toolbox import Toolbox
 from .adapter import OpenAIAdapter
 
@@ -95,26 +95,32 @@ class ResponsesSession:
         instructions: str | None = None,
         parameters: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raises `InvalidRequest` for fewer turns than one, a URL without a scheme or a model's name, and parameters
-        that a session sets itself. What a server ignores of the parameters is logged.
+        """Raises `InvalidRequest` for fewer turns than one, a URL that no server has or without a model's name, a name
+        or key without effect, two functions or servers of a name, and parameters that a session sets itself. What a
+        server ignores of the parameters is logged. Raises `TypeError` for what is no function or server.
 
         Raises `StartupError` where the environment names a proxy for the URL that cannot be used.
         """
         if max_turns < 1:
             raise InvalidRequest("max_turns is at least 1.", param="max_turns")
         if isinstance(model, str):
-            if not model.startswith(("http://", "https://")):
-                raise InvalidRequest(
-                    f"The URL of a server begins with http:// or https://, not {model!r}.", param="model"
-                )
             if name is None:
                 raise InvalidRequest("A URL serves several models; give the name of one.", param="name")
-            self._model: _Model = _Remote(model, name, api_key)
+            self._model: _Model = _Remote(_checked_url(model), name, api_key)
         else:
+            if api_key is not None:
+                raise InvalidRequest("api_key has no effect without a server's URL; leave it out.", param="api_key")
+            if name is not None and isinstance(model, OpenAIAdapter) and name != model.name:
+                raise InvalidRequest(f"The adapter's name is {model.name!r}; leave name out.", param="name")
             self._model = model if isinstance(model, OpenAIAdapter) else OpenAIAdapter(model, name=name)
-        known = {label: HttpServer(url=one) if isinstance(one, str) else one for label, one in (servers or {}).items()}
-        self._toolbox = Toolbox(known, functions)
+        known = {label: server_config(one) for label, one in (servers or {}).items()}
+        if FUNCTIONS in known:
+            raise InvalidRequest(f"{FUNCTIONS!r} is no name for a server; choose another.", param="servers")
+        self._toolbox = Toolbox(known, _checked_functions(functions))
+        if isinstance(allowed_tools, str):
+            raise TypeError("allowed_tools must be a list of names, not a text")
         allowed = None if allowed_tools is None else tuple(allowed_tools)
+        self._allowed = frozenset(allowed or ())
         labels = [*known, *([FUNCTIONS] if functions else [])]
         self._sources = {label: Source(label=label, allowed=allowed) for label in labels}
         self._tools: dict[str, LoopTool] | None = None  # by the names that the model knows; set by `tools`
@@ -151,6 +157,8 @@ class ResponsesSession:
         if self._tools is None:
             lists = await asyncio.gather(*map(self._toolbox.tools, self._sources.values()))
             found = [tool for tools in lists for tool in tools]
+            if unknown := self._allowed - {tool.tool for tool in found}:
+                _log.warning("allowed_tools names what no server or function offers: %s", ", ".join(sorted(unknown)))
             names = [tool.name for tool in found]
             self._tools = {
                 tool.name if names.count(tool.name) == 1 else tool_name(f"{tool.label}__{tool.name}"): tool
@@ -215,6 +223,27 @@ class ResponsesSession:
         if tool is None:
             return ToolResult(f"There is no tool {call['name']}; call one of those listed.", is_error=True)
         return await self._toolbox.call(self._sources[tool.label], tool, call["arguments"])
+
+
+def _checked_url(text: str) -> str:
+    """Raises `InvalidRequest` unless it is the URL of a server."""
+    try:
+        check_server(httpx2.URL(text))
+    except (ValueError, httpx2.InvalidURL) as error:
+        raise InvalidRequest(f"{text!r} is not the URL of a server: {error}.", param="model") from None
+    return text
+
+
+def _checked_functions(functions: Sequence[Function]) -> Sequence[Function]:
+    """Raises `TypeError` for what `@tool` did not make, and `InvalidRequest` for two of a name."""
+    names: set[str] = set()
+    for function in functions:
+        if not isinstance(function, Function):
+            raise TypeError(f"functions must be made by @tool, not {type(function).__name__}")
+        if function.name in names:
+            raise InvalidRequest(f"Two functions have the name {function.name!r}; rename one.", param="functions")
+        names.add(function.name)
+    return functions
 
 
 class _Remote:

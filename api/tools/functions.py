@@ -103,12 +103,15 @@ def tool(
 ) -> Function | Callable[[Callable[..., Any]], Function]:
     """Make a tool of a function; its signature becomes the schema, its docstring the description.
 
-    Raises `TypeError` for a signature that a JSON object of arguments cannot fill, and for a bad name.
+    Raises `TypeError` for a signature that a JSON object of arguments cannot fill, and for a bad name, and `ValueError`
+    for a timeout that is not above 0.
     """
+    if not timeout > 0:
+        raise ValueError(f"timeout={timeout:g}: a tool needs some seconds; give more than 0")
 
     def made(function: Callable[..., Any]) -> Function:
         called = getattr(function, "__name__", "") if name is None else name
-        if not _is_name(called):
+        if not isinstance(called, str) or not _is_name(called):
             raise TypeError(
                 f"{called or function}: a tool's name has up to {MAX_TOOL_NAME} letters, digits, -, _ and .; set `name`"
             )

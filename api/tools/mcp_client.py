@@ -29,7 +29,7 @@ from ...schemas.loops import KeepImage, ToolResult
 from ...schemas.urls import by_proxy, goes_through_proxies
 from ...schemas.version import __version__
 from .cutting import cut
-from .mcp_config import HttpServer, ServerConfig
+from .mcp_config import HttpServer, ServerConfig, server_config
 from .text import openai_tools, read_result
 
 TOOLS_TTL = 300.0  # seconds that a list of tools is cached, unless the server says less or announces a change
@@ -56,7 +56,7 @@ class McpClient:
     """
 
     def __init__(self, server: ServerConfig | str, *, name: str = "the MCP server", idle: float = IDLE) -> None:
-        self.server = HttpServer(url=server) if isinstance(server, str) else server
+        self.server = server_config(server)
         self.name = name
         self._idle = idle
         self._connection: _Connection | None = None

@@ -59,6 +59,15 @@ class StdioServer(_Server):
 ServerConfig = HttpServer | StdioServer
 
 
+def server_config(server: ServerConfig | str) -> ServerConfig:
+    """A text is the URL of a server that needs no headers. Raises `TypeError` for anything else."""
+    if isinstance(server, str):
+        return HttpServer(url=server)
+    if not isinstance(server, ServerConfig):
+        raise TypeError(f"a server must be a URL, an HttpServer or a StdioServer, not {type(server).__name__}")
+    return server
+
+
 def load_servers(
     path: Path, *, stdio: bool = True, environment: Mapping[str, str] = os.environ
 ) -> dict[str, ServerConfig]:

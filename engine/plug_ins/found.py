@@ -62,9 +62,11 @@ class PlugIns:
     """The generation plug-ins that requests may name: `given` ones, and the installed ones that are `allowed`."""
 
     def __init__(self, allowed: Collection[str] | None = None, given: Mapping[str, type[PlugIn]] | None = None) -> None:
-        """None allows all that are installed. Raises `ValueError` for a class that is no plug-in."""
+        """None allows all that are installed. Raises `TypeError` for what is no plug-in."""
         self._allowed = None if allowed is None else frozenset(allowed)
-        self._known = {name: FoundPlugIn(name, "", read_plug_in(each)) for name, each in (given or {}).items()}
+        if not isinstance(given or {}, Mapping):
+            raise TypeError(f"plug_ins must map names to classes, not be a {type(given).__name__}")
+        self._known = {name: FoundPlugIn(name, "", _given(name, each)) for name, each in (given or {}).items()}
 
     def check(self, params: GenerationParams, tokenizer: TokenizerLike, prompt: Sequence[int]) -> None:
         """Raise `InvalidRequest` for unknown names and for arguments that a plug-in does not take, and
@@ -146,6 +148,13 @@ def read_plug_in(found: object) -> type[PlugIn]:
     if lacking:
         raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
     return found
+
+
+def _given(name: str, found: object) -> type[PlugIn]:
+    try:
+        return read_plug_in(found)
+    except ValueError as error:
+        raise TypeError(f"plug_ins[{name!r}]: {error}") from None
 
 
 def _found(name: str, entries: list[EntryPoint], allowed: Collection[str] | None) -> FoundPlugIn:

@@ -57,11 +57,21 @@ def naming(index: int, count: int) -> Iterator[None]:
         raise TypeError(f"prompts[{index}]: {error}" if count > 1 else str(error)) from None
 
 
-def checked(config: EngineConfig) -> EngineConfig:
-    """Raise `TypeError` for what is no configuration, such as the name of a model."""
+def checked(config: EngineConfig, backend: Backend | None) -> EngineConfig:
+    """Raise `TypeError` for what is no configuration or no backend, such as the name of one."""
     if not isinstance(config, EngineConfig):
         raise TypeError(f"config must be EngineConfig, not {_kind(config)}; write EngineConfig(model=…)")
+    if backend is not None and (isinstance(backend, type) or not hasattr(backend, "step")):
+        raise TypeError(f"backend must be a loaded Backend, not {_kind(backend)}; write EngineConfig(backend=…)")
     return config
+
+
+def tokens_of(ids: Sequence[int]) -> list[int]:
+    """Token ids, of NumPy or torch perhaps, as plain numbers. Raises `TypeError`."""
+    if not isinstance(ids, _UNORDERED_OR_BYTES):
+        with suppress(TypeError):
+            return list(map(index, ids))
+    raise TypeError(f"ids must be token ids, not {_kind(ids)}")
 
 
 def sight_of(backend: Backend, config: EngineConfig) -> Sight:
@@ -99,9 +109,8 @@ class Prompts:
         if isinstance(prompt, str):
             length = self._backend.info.context_length
             return tuple(encode_within(self._backend.tokenizer, whole(prompt), length, "prompt"))
-        if not isinstance(prompt, _UNORDERED_OR_BYTES):  # whose parts are numbers, too
-            with suppress(TypeError):
-                return tuple(map(index, prompt))
+        with suppress(TypeError):
+            return tuple(tokens_of(prompt))
         raise TypeError(
             f"a prompt must be text, token ids or an ImageText, not {_kind(prompt)}; make one of messages by "
             "engine.tokenizer.encode_chat(messages, add_generation_prompt=True)"
@@ -109,7 +118,7 @@ class Prompts:
 
 
 _LONG = 10_000  # characters; to tokenise more would block the caller's event loop for milliseconds
-_UNORDERED_OR_BYTES = (bytes, bytearray, memoryview, Set, Mapping)
+_UNORDERED_OR_BYTES = (bytes, bytearray, memoryview, Set, Mapping)  # whose parts are numbers, too
 
 
 def _is_id(prompt: object) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class StopMatcher:
     """Finds the first of several stop strings.
@@ -11,7 +13,7 @@ class StopMatcher:
     and must not be shown yet.
     """
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._tail = ""  # the held characters
         self.found: str | None = None  # the stop string that was complete; set by push

@@ -10,6 +10,7 @@ from pydantic_core import to_json
 
 from ...schemas.errors import StageFailed
 from ...schemas.jobs import ValidatedJob
+from ...schemas.params import GenerationParams
 from ...schemas.wire import codec
 from ...schemas.wire.codec import DecodeError
 from ...streams.stores.registry import Registry
@@ -32,6 +33,9 @@ async def check_changes(
     """
     if not isinstance(found, ValidatedJob):
         raise StageFailed(f"process returned a {type(found).__name__}, not a ValidatedJob")
+    for field, value, kind in (("body", found.body, dict), ("params", found.params, GenerationParams)):
+        if not isinstance(value, kind):
+            raise StageFailed(f"process set {field} to a {type(value).__name__}, not a {kind.__name__}")
     try:
         after = body_marks(found.body)
     except ValueError as error:

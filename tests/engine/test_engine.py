@@ -108,11 +108,34 @@ def test_tokens_that_do_not_exist_have_no_text(echo: InferenceEngine, outside: i
         echo.detokenize([72, outside])
     array: Any = np.array([72, 105])
     assert echo.detokenize(array) == "Hi"
+    once: Any = iter([72, 105])
+    assert echo.detokenize(once) == "Hi"
+
+
+@pytest.mark.parametrize("ids", [None, "72", b"Hi", [72.0], [[72]]])
+def test_what_is_no_token_has_no_text(echo: InferenceEngine, ids: Any) -> None:
+    with pytest.raises(TypeError, match="ids must be token ids, not "):
+        echo.detokenize(ids)
 
 
 def test_the_name_of_a_model_is_no_configuration() -> None:
     with pytest.raises(TypeError, match=r"config must be EngineConfig, not str; write EngineConfig\(model="):
         InferenceEngine("penstock-nano")  # type: ignore[arg-type]
+
+
+def test_the_name_of_a_backend_is_no_backend() -> None:
+    with pytest.raises(TypeError, match=r"backend must be a loaded Backend, not str; write EngineConfig\(backend="):
+        InferenceEngine(CONFIG, backend="echo")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("plug_ins", "message"),
+    [(["brief"], "must map names to classes, not be a list"), ({"a": int}, "'a'.: int derives")],
+)
+def test_what_is_no_plug_in_is_refused_before_a_model_loads(plug_ins: Any, message: str) -> None:
+    missing = EngineConfig(model="/nowhere")  # which to load would raise another error
+    with pytest.raises(TypeError, match=message):
+        InferenceEngine(missing, plug_ins=plug_ins)
 
 
 async def test_generate_works_inside_a_running_loop(echo: InferenceEngine) -> None:

@@ -169,7 +169,15 @@ def test_settings_that_cannot_be_honoured(
 
 @pytest.mark.parametrize(
     "settings",
-    [{"model": ""}, {"max_batch_size": 0}, {"dtype": "int3"}, {"kv_cache_memory": "much"}, {"temperature": 1}],
+    [
+        {"model": ""},
+        {"max_batch_size": 0},
+        {"dtype": "int3"},
+        {"kv_cache_memory": "much"},
+        {"temperature": 1},
+        {"max_batch_size": 4, "reserved_batch_size": 4},
+        {"max_pixels": 100, "min_pixels": 101},
+    ],
 )
 def test_settings_out_of_range(settings: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):

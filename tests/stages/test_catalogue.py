@@ -56,6 +56,52 @@ def test_a_stage_that_cannot_run_is_refused_at_the_start(tmp_path: Path, kind: s
     assert find_stage(f"{tmp_path}/manners.py:Good").name == "polite"
 
 
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("def polite(:", r"invalid syntax \(manners\.py, line 1\)"),
+        ("\nGood = good", r"NameError: name 'good' is not defined \(.*manners\.py, line 2\)"),
+        ("raise SystemExit('set WORDS')", r"SystemExit: set WORDS \(.*manners\.py, line 1\)"),
+    ],
+)
+def test_a_file_that_fails_is_told_with_the_line(tmp_path: Path, content: str, fault: str) -> None:
+    (tmp_path / "manners.py").write_text(content)
+    with pytest.raises(StartupError, match=rf"the stage .*manners\.py:Good cannot be loaded: {fault}"):
+        find_stage(f"{tmp_path}/manners.py:Good")
+
+
+def test_what_a_file_says_itself_is_told_as_it_is(tmp_path: Path) -> None:
+    words = "raise StartupError('set WORDS')"
+    (tmp_path / "manners.py").write_text(f"from penstock.schemas.errors import StartupError\n{words}")
+    with pytest.raises(StartupError, match=r"^set WORDS$"):
+        find_stage(f"{tmp_path}/manners.py:Good")
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two packages with a stage of one name, one of which also has an entry point that is called otherwise."""
+    (tmp_path / "installed_manners.py").write_text(FILE)
+    for package, names in (("kind", ["polite", "friendly"]), ("rude", ["polite"])):
+        folder = tmp_path / f"{package}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        entries = "\n".join(f"{name} = installed_manners:Good" for name in names)
+        (folder / "entry_points.txt").write_text(f"[penstock.stages]\n{entries}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("installed")
+def test_of_two_packages_with_a_stage_of_one_name_none_is_taken() -> None:
+    with pytest.raises(StartupError, match="kind and rude both have a stage called polite; uninstall one of them"):
+        find_stage("polite")
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_entry_point_has_the_name_of_its_stage() -> None:
+    with pytest.raises(StartupError, match="the entry point friendly leads to a stage called 'polite': give both"):
+        find_stage("friendly")
+
+
 def test_a_file_with_the_name_of_a_module_replaces_none(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()

@@ -80,6 +80,10 @@ class Odd(JobStage):
                 return job.model_copy(update={"id": "other", "tenant": "other"})
             case "misspell":
                 return job.model_copy(update={"params": job.params.model_copy(update={"temprature": 1.0})})
+            case "lose params":
+                return job.model_copy(update={"params": job.params.model_dump()})
+            case "lose body":
+                return job.model_copy(update={"body": None})
             case "rewrite":
                 return job.model_copy(update={"body": job.body | {"prompt": "else", "temperature": 0.5}})
             case "rewrite in place":
@@ -180,6 +184,8 @@ def test_a_panic_in_a_library_fails_a_job_as_any_error_does(odd: Pipeline, capsy
         ("rewrite in place", f"process changed prompt {IN_VAIN}"),
         ("send elsewhere", "process changed model to 'nowhere' in revision 1, which is not served here"),
         ("misspell", "process set temprature, which a job does not have"),
+        ("lose params", "process set params to a dict, not a GenerationParams"),
+        ("lose body", "process set body to a NoneType, not a dict"),
         (
             "freeze",
             "process returned a job that is not valid: params.temperature: Input should be greater than or equal to 0",

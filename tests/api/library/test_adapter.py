@@ -130,6 +130,20 @@ def test_what_cannot_be_honoured_is_refused(adapter: OpenAIAdapter, body: dict[s
     assert raised.value.param == param
 
 
+@pytest.mark.parametrize("endpoint", ["/v1/responses", "chat"])
+def test_another_endpoint_is_refused(adapter: OpenAIAdapter, endpoint: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"An adapter answers /v1/chat/completions, .*, not '{endpoint}'; for"):
+        adapter.create(CHAT, endpoint)
+
+
+@pytest.mark.parametrize("body", [None, "Hello!", [{"role": "user", "content": "Hello!"}]])
+async def test_what_is_no_body_is_refused(adapter: OpenAIAdapter, body: Any) -> None:
+    with pytest.raises(TypeError, match="a body must be a mapping, such as "):
+        await adapter.acreate(body)
+    with pytest.raises(TypeError, match="a body must be a mapping, such as "):
+        await anext(adapter.stream(body))
+
+
 def test_embeddings_as_numbers_and_as_bytes() -> None:
     config = EngineConfig(model=str(get_model_path()), backend="sentence_transformers", dtype="float32")
     with InferenceEngine(config) as engine:

@@ -377,8 +377,49 @@ async def test_a_refusal_is_told_at_once() -> None:
         assert session.messages == [{"role": "user", "content": "Are you there?"}]
     with pytest.raises(InvalidRequest, match="name"):
         ResponsesSession(server.url)
-    with pytest.raises(InvalidRequest, match="begins with http:// or https://, not 'localhost:8000'"):
+    with pytest.raises(InvalidRequest, match=r"'localhost:8000' is not .* begins with http:// or https://"):
         ResponsesSession("localhost:8000", name="m")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"api_key": "k"}, "api_key has no effect without a server's URL"),
+        ({"name": "other"}, "The adapter's name is 'm'; leave name out"),
+        ({"functions": [double, tool(name="double")(add.call)]}, "Two functions have the name 'double'"),
+        ({"servers": {"functions": "http://localhost/mcp"}}, "'functions' is no name for a server"),
+        ({"model": "http://localhost:99999", "name": "m"}, "a port is a number from 1 to 65535"),
+        ({"model": "http://", "name": "m"}, "'http://' is not the URL of a server"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(given: dict[str, Any], message: str) -> None:
+    model = Scripted()
+    model.name = "m"
+    with pytest.raises(InvalidRequest, match=message):
+        ResponsesSession(**{"model": model} | given)
+    ResponsesSession(model, name="m")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"functions": [len]}, "functions must be made by @tool, not builtin_function_or_method"),
+        ({"servers": {"a": {"url": "http://localhost/mcp"}}}, "an HttpServer or a StdioServer, not dict"),
+        ({"allowed_tools": "double"}, "allowed_tools must be a list of names, not a text"),
+    ],
+)
+def test_what_is_no_function_server_or_list_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        ResponsesSession(Scripted(), **given)
+
+
+async def test_an_allowed_tool_that_there_is_not_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    model = Scripted(saying("So."), saying("And so."))
+    async with ResponsesSession(model, functions=[double], allowed_tools=["double", "dubble"]) as session:
+        await session.run("Once.")
+        await session.run("Twice.")
+    (record,) = caplog.records
+    assert record.getMessage() == "allowed_tools names what no server or function offers: dubble"
 
 
 async def test_what_a_server_ignores_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import threading
 from collections.abc import AsyncIterator, Callable
 from datetime import date
@@ -195,6 +196,12 @@ async def test_what_can_be_called_and_has_no_name_needs_one() -> None:
 def test_name_that_no_model_can_say_is_refused(name: str) -> None:
     with pytest.raises(TypeError, match="a tool's name has up to 128"):
         tool(name=name)(positional)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, math.nan])
+def test_a_tool_without_time_is_refused(timeout: float) -> None:
+    with pytest.raises(ValueError, match="a tool needs some seconds"):
+        tool(timeout=timeout)
 
 
 SOURCE = """

@@ -93,7 +93,7 @@ def test_the_number_of_threads_changes_no_bit(
                 dtype=dtype,  # type: ignore[arg-type]
                 quantization=quantization,
                 device="cpu",
-                kv_cache_memory="8MiB",  # type: ignore[arg-type]
+                kv_cache_memory="8MiB",
             )
             with InferenceEngine(config) as engine:
                 answers.append([(one.token_ids, one.logprobs) for one in engine.generate(prompts, params)])
@@ -103,7 +103,7 @@ def test_the_number_of_threads_changes_no_bit(
 def test_threads_that_wait_for_each_other_become_fewer(model_directory: Callable[[str], Path]) -> None:
     """Sixteen on each core hardly ever run together."""
     with torch_threads(16 * available_cores()):
-        config = EngineConfig(model=str(model_directory("qwen2")), device="cpu", kv_cache_memory="8MiB")  # type: ignore[arg-type]
+        config = EngineConfig(model=str(model_directory("qwen2")), device="cpu", kv_cache_memory="8MiB")
         with InferenceEngine(config) as engine:
             engine.generate("Words", GenerationParams(max_tokens=100, ignore_eos=True))
             assert engine._backend.runner._compiled._crews[0].threads < 16 * available_cores()  # type: ignore[attr-defined]
