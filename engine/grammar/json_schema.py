@@ -12,11 +12,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from math import ceil, floor, inf
+from math import inf
 from typing import Any
 from urllib.parse import unquote
 
 from ...schemas.params import Grammar
+from .number_schemas import INT64, number_node
 from .patterns import Strings, check_pattern, key_pattern
 from .schema_facts import MAX_COMPARISONS, disjoint, has_finite_value, refers, same, target, type_of
 from .schema_keywords import TYPED, TYPES, check_node, fault, is_annotation, walk
@@ -25,8 +26,6 @@ from .string_schemas import MAX_CHEAP_LENGTH, counted_pattern, string_node
 MAX_NODES = 10_000
 MAX_DEPTH = 128  # of objects and lists within each other
 
-_INT64 = 2**63
-_MAX_MULTIPLE = 1024  # above which xgrammar gives up
 _TIGHTER = {"max": min, "min": max, "exclusiveMax": min, "exclusiveMin": max}
 
 
@@ -225,7 +224,7 @@ class _Normaliser:
         ]
         if not values:
             raise fault(path, "allows no value: types, enum and const exclude each other")
-        if any(type(value) is int and not -_INT64 <= value < _INT64 for value, _ in walk(values)):
+        if any(type(value) is int and not -INT64 <= value < INT64 for value, _ in walk(values)):
             raise fault(path, "whole numbers have at most 64 bits")
         return values
 
@@ -239,7 +238,7 @@ class _Normaliser:
             case "string":
                 return self._string(rest, path)
             case "number" | "integer":
-                return {"type": kind} | self._number(kind, rest, path)
+                return {"type": kind} | number_node(kind, rest, path)
             case "array":
                 return {"type": kind} | self._array(rest, path)
             case "object":
@@ -261,31 +260,6 @@ class _Normaliser:
                 raise fault(name, f"cannot be enforced above {MAX_CHEAP_LENGTH}{total}", "unsupported_schema")
             self._definitions[self._counted[lengths]] = {"type": "string", "pattern": counted_pattern(least, most)}
         return {"$ref": f"#/$defs/{self._counted[lengths]}"}
-
-    def _number(self, kind: str, rest: dict[str, Any], path: str) -> dict[str, Any]:
-        step = rest.pop("multipleOf", None)
-        if kind == "integer":  # its bounds made whole and inclusive
-            lows = [ceil(rest["minimum"])] if "minimum" in rest else []
-            lows += [floor(rest["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in rest else []
-            highs = [floor(rest["maximum"])] if "maximum" in rest else []
-            highs += [ceil(rest["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in rest else []
-            if max(lows, default=0) >= _INT64 or min(highs, default=0) < -_INT64:
-                raise fault(path, "whole numbers have at most 64 bits")
-            rest = ({"minimum": max(*lows, -_INT64)} if lows else {}) | (
-                {"maximum": min(*highs, _INT64 - 1)} if highs else {}
-            )
-        low, high, below = rest.get("minimum", -inf), rest.get("maximum", inf), rest.get("exclusiveMaximum", inf)
-        if low > high or low >= below or rest.get("exclusiveMinimum", -inf) >= min(high, below):
-            raise fault(path, "allows no number between its bounds")
-        if step is None:
-            return rest
-        if kind == "number" or rest or step != floor(step) or not 1 <= step <= _MAX_MULTIPLE:
-            raise fault(
-                f"{path}.multipleOf",
-                f"only whole numbers from 1 to {_MAX_MULTIPLE}, of an integer without bounds, can be enforced",
-                "unsupported_schema",
-            )
-        return {"multipleOf": int(step)}
 
     def _array(self, rest: dict[str, Any], path: str) -> dict[str, Any]:
         if rest.pop("uniqueItems", False):
