@@ -7,14 +7,18 @@ which no answer can be parsed in two ways at any point.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...schemas.params import Grammar
 from .schema_facts import target, type_of
 from .schema_keywords import TYPES
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _MAX_LENGTH = 16 << 10  # characters; a longer grammar is not analysed
 _KEYWORDS = {  # that do not constrain the text of a string
@@ -30,6 +34,22 @@ class FreeText(NamedTuple):
 
     openers: frozenset[str]
     literals: tuple[str, ...]
+
+
+class FreeTokens(NamedTuple):
+    """The tokens after which free text goes on with the same mask, once one of them rules out an unfinished literal."""
+
+    texts: Sequence[bytes]  # of all tokens
+    mask: NDArray[np.int32]
+    literals: tuple[str, ...]
+
+    def has(self, token: int) -> bool:
+        return bool(self.mask[token >> 5] >> (token & 31) & 1)
+
+    def settles(self, token: int) -> bool:
+        """Whether a token of `mask`, none of which begins a literal, cannot be inside one either."""
+        text = self.texts[token].decode()
+        return not any(text in literal for literal in self.literals)
 
 
 def free_text(grammar: Grammar) -> FreeText | None:

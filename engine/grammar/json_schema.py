@@ -12,52 +12,36 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from math import ceil, floor, inf
+from math import inf
 from typing import Any
 from urllib.parse import unquote
 
 from ...schemas.params import Grammar
+from .number_schemas import INT64, number_node
 from .patterns import Strings, check_pattern, key_pattern
-from .schema_facts import MAX_COMPARISONS, disjoint, has_finite_value, type_of
+from .schema_facts import MAX_COMPARISONS, disjoint, has_finite_value, refers, same, target, type_of
 from .schema_keywords import TYPED, TYPES, check_node, fault, is_annotation, walk
+from .string_schemas import MAX_CHEAP_LENGTH, counted_pattern, string_node
 
 MAX_NODES = 10_000
 MAX_DEPTH = 128  # of objects and lists within each other
 
-_INT64 = 2**63
-_MAX_MULTIPLE = 1024  # above which xgrammar gives up
 _TIGHTER = {"max": min, "min": max, "exclusiveMax": min, "exclusiveMin": max}
-
-_DATE = (
-    r"(?:[1-9]\d{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|"
-    r"02-(?:0[1-9]|1\d|2[0-8]))|(?:[1-9]\d(?:0[48]|[2468][048]|[13579][26])|(?:[2468][048]|[13579][26])00)-02-29)"
-)
-_TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,6}){0,1}(?:Z|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
-_BYTE = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]\d|\d)"
-_WORD, _LABEL = r"[A-Za-z0-9_+-]{1,20}", r"[A-Za-z0-9]{1,20}(?:-[A-Za-z0-9]{1,20}){0,1}"
-# xgrammar's own dates have a 30 February, its times a 60th second, its addresses leading zeros or no bounds.
-_FORMAT_PATTERNS = {
-    "date": f"^{_DATE}$",
-    "time": f"^{_TIME}$",
-    "date-time": f"^{_DATE}T{_TIME}$",
-    "ipv4": rf"^{_BYTE}(?:\.{_BYTE}){{3}}$",
-    "email": rf"^{_WORD}(?:\.{_WORD}){{0,2}}@(?:{_LABEL}\.){{1,3}}[A-Za-z]{{2,10}}$",
-}
-_FORMATS = frozenset({"uuid", "ipv6", "hostname", "uri", "uri-reference", "uri-template", "duration"})
 
 
 def json_schema_grammar(
-    schema: Mapping[str, Any], *, path: str, strict: bool = False, strings: Strings = "plain"
+    schema: Mapping[str, Any], *, path: str, strict: bool = False, strings: Strings = "plain", max_counted: int = 512
 ) -> Grammar:
     """The grammar of the JSON documents that `schema` describes; `path` is where the request has it.
 
     `strings` are those of the outermost properties that have a `pattern`. With `strict` every object names all its
-    properties as required and allows no others, as OpenAI's does.
+    properties as required and allows no others, as OpenAI's does. Lengths of strings above `MAX_CHEAP_LENGTH` take long
+    to compile; together they may come to `max_counted`, each counted once.
     Raises `InvalidRequest` with the path of what is malformed, too large or impossible to enforce as its `param`.
     """
     _check_size(schema, path)
     try:
-        normalised = _Normaliser(schema, path, strict, strings).run()
+        normalised = _Normaliser(schema, path, strict, strings, max_counted).run()
     except RecursionError:
         raise fault(path, "its references go round in a circle") from None
     except (ValueError, OverflowError):
@@ -93,15 +77,17 @@ def ebnf_grammar(text: str, *, path: str = "guided_grammar") -> Grammar:
 class _Normaliser:
     """Rewrites one schema."""
 
-    def __init__(self, root: Mapping[str, Any], path: str, strict: bool, strings: Strings) -> None:
+    def __init__(self, root: Mapping[str, Any], path: str, strict: bool, strings: Strings, max_counted: int) -> None:
         self._root = root
         self._path = path
         self._strict = strict
+        self._max_counted = max_counted
         outermost = root.get("properties") if isinstance(root, Mapping) else None  # neither need be valid
         names = outermost if isinstance(outermost, Mapping) else ()
         self._strings: dict[str, Strings] = {f"{path}.properties.{name}": strings for name in names}
         self._names: dict[str, str] = {}  # of the result's definitions, by the pointers of the schema's `$ref`s
         self._definitions: dict[str, Any] = {}  # of the result, by name
+        self._counted: dict[tuple[int, int | None], str] = {}  # such definitions, by the lengths of their strings
         self._exclusive: list[tuple[list[Any], str]] = []  # branches of each `oneOf`, and its path
         self._count = 0
 
@@ -125,7 +111,7 @@ class _Normaliser:
             return {}
         if schema is False:
             raise fault(path, "false allows no value")
-        check_node(schema, path, self._strict)
+        self._check(schema, path)
         rest = {name: value for name, value in schema.items() if not is_annotation(name)}
         if list(rest) == ["$ref"]:
             return {"$ref": f"#/$defs/{self._define(rest['$ref'], path)}"}
@@ -157,6 +143,11 @@ class _Normaliser:
         typed = [self._typed(kind, rest, path) for kind in types if kind != "integer" or "number" not in types]
         return {} if not typed else typed[0] if len(typed) == 1 else {"anyOf": typed}
 
+    def _check(self, schema: Any, path: str) -> None:
+        check_node(schema, path, self._strict)
+        if "$id" in schema and schema is not self._root and not str(schema["$id"]).startswith("#") and refers(schema):
+            raise fault(f"{path}.$id", "references within a part that has its own $id are not followed")
+
     def _define(self, pointer: str, path: str) -> str:
         if pointer not in self._names:
             target = self._resolve(pointer, path)
@@ -184,18 +175,23 @@ class _Normaliser:
             return dict(one)
         if two is False:
             raise fault(path, "false allows no value")
-        check_node(two, path, self._strict)
+        self._check(two, path)
+        two = {name: value for name, value in two.items() if name != "$id"}
         if "$ref" in two and "$ref" in one:
             rest = {name: value for name, value in two.items() if name != "$ref"}
             two = self._merge(rest, self._resolve(two["$ref"], path), path)
-        mine, yours = (set(side.get("properties", ())) for side in (one, two))
-        for side, others in ((one, yours - mine), (two, mine - yours)):
-            closed = side.get("additionalProperties", side.get("unevaluatedProperties", True)) is not True
-            if others and (closed or "patternProperties" in side or "propertyNames" in side):
-                raise fault(path, f"cannot be combined: one part does not know {min(others)!r} of another")
+        for side, other in ((one, two), (two, one)):
+            known = other.get("properties", ())
+            names = [name for name in side.get("properties", ()) if name not in known]
+            more = other.get("additionalProperties", other.get("unevaluatedProperties", True))
+            if names and (more is not True or "patternProperties" in other or "propertyNames" in other):
+                raise fault(path, f"cannot be combined: one part does not know {min(names)!r} of another")
+            for name, beyond in (("patternProperties", more), ("prefixItems", other.get("items", True))):
+                if name in side and beyond is not True and not same(side[name], other.get(name)):
+                    raise fault(path, f"cannot be combined: one part does not know {name} of another")
         merged = dict(one)
         for name, value in two.items():
-            if is_annotation(name) or name not in merged or merged[name] == value:
+            if is_annotation(name) or name not in merged or same(merged[name], value):
                 merged.setdefault(name, value)
             elif name == "type":
                 kinds, others = (set([kind] if isinstance(kind, str) else kind) for kind in (merged[name], value))
@@ -224,11 +220,11 @@ class _Normaliser:
             value
             for value in rest.get("enum", [rest.get("const")])
             if (type_of(value) in kinds or (type_of(value) == "integer" and "number" in kinds))
-            and ("const" not in rest or (value == rest["const"] and type_of(value) == type_of(rest["const"])))
+            and ("const" not in rest or same(value, rest["const"]))
         ]
         if not values:
             raise fault(path, "allows no value: types, enum and const exclude each other")
-        if any(type(value) is int and not -_INT64 <= value < _INT64 for value, _ in walk(values)):
+        if any(type(value) is int and not -INT64 <= value < INT64 for value, _ in walk(values)):
             raise fault(path, "whole numbers have at most 64 bits")
         return values
 
@@ -240,9 +236,9 @@ class _Normaliser:
                 raise fault(f"{path}.{least}", f"is above {most}")
         match kind:
             case "string":
-                return {"type": kind} | self._string(rest, path)
+                return self._string(rest, path)
             case "number" | "integer":
-                return {"type": kind} | self._number(kind, rest, path)
+                return {"type": kind} | number_node(kind, rest, path)
             case "array":
                 return {"type": kind} | self._array(rest, path)
             case "object":
@@ -250,46 +246,20 @@ class _Normaliser:
         return {"type": kind}
 
     def _string(self, rest: dict[str, Any], path: str) -> dict[str, Any]:
-        main = next((name for name in ("pattern", "format") if name in rest), None)
-        if main is None:
-            return rest
-        if others := [name for name in rest if name != main and (name, rest[name]) != ("minLength", 0)]:
-            raise fault(f"{path}.{others[0]}", f"cannot be enforced beside {main}", "unsupported_schema")
-        if main == "pattern":
-            strings = self._strings.get(path, "plain")
-            return {main: check_pattern(rest[main], f"{path}.{main}", strings=strings)}
-        name = rest[main]
-        if name in _FORMAT_PATTERNS:
-            return {"pattern": _FORMAT_PATTERNS[name]}
-        if name not in _FORMATS:
-            known = ", ".join(sorted(_FORMATS | _FORMAT_PATTERNS.keys()))
-            raise fault(f"{path}.{main}", f"{name!r} cannot be enforced; these can: {known}", "unsupported_schema")
-        return {main: name}
-
-    def _number(self, kind: str, rest: dict[str, Any], path: str) -> dict[str, Any]:
-        step = rest.pop("multipleOf", None)
-        if kind == "integer":  # its bounds made whole and inclusive
-            lows = [ceil(rest["minimum"])] if "minimum" in rest else []
-            lows += [floor(rest["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in rest else []
-            highs = [floor(rest["maximum"])] if "maximum" in rest else []
-            highs += [ceil(rest["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in rest else []
-            if max(lows, default=0) >= _INT64 or min(highs, default=0) < -_INT64:
-                raise fault(path, "whole numbers have at most 64 bits")
-            rest = ({"minimum": max(*lows, -_INT64)} if lows else {}) | (
-                {"maximum": min(*highs, _INT64 - 1)} if highs else {}
-            )
-        low, high, below = rest.get("minimum", -inf), rest.get("maximum", inf), rest.get("exclusiveMaximum", inf)
-        if low > high or low >= below or rest.get("exclusiveMinimum", -inf) >= min(high, below):
-            raise fault(path, "allows no number between its bounds")
-        if step is None:
-            return rest
-        if kind == "number" or rest or step != floor(step) or not 1 <= step <= _MAX_MULTIPLE:
-            raise fault(
-                f"{path}.multipleOf",
-                f"only whole numbers from 1 to {_MAX_MULTIPLE}, of an integer without bounds, can be enforced",
-                "unsupported_schema",
-            )
-        return {"multipleOf": int(step)}
+        strings = self._strings.get(path, "plain")
+        node = string_node(rest, path, strings)
+        lengths = least, most = node.get("minLength", 0), node.get("maxLength")
+        if max(least, most or 0) <= MAX_CHEAP_LENGTH:
+            return {"type": "string"} | node
+        if lengths not in self._counted:
+            self._counted[lengths] = f"s{len(self._counted)}"
+            allowed = 0 if strings == "raw" else self._max_counted
+            if sum(most or least for least, most in self._counted) > allowed:
+                total = f", nor together above {allowed}" if allowed else ""
+                name = f"{path}.{'maxLength' if most else 'minLength'}"
+                raise fault(name, f"cannot be enforced above {MAX_CHEAP_LENGTH}{total}", "unsupported_schema")
+            self._definitions[self._counted[lengths]] = {"type": "string", "pattern": counted_pattern(least, most)}
+        return {"$ref": f"#/$defs/{self._counted[lengths]}"}
 
     def _array(self, rest: dict[str, Any], path: str) -> dict[str, Any]:
         if rest.pop("uniqueItems", False):
@@ -320,6 +290,7 @@ class _Normaliser:
             raise fault(by_name[0], "cannot be enforced beside other names", "unsupported_schema")
         if "propertyNames" in rest:
             names = self._node(self._merge({"type": "string"}, rest["propertyNames"], by_name[0]), by_name[0])
+            names = self._definitions[target(names)] if "$ref" in names else names
             return node | {"propertyNames": names, "additionalProperties": self._additional(more, path)}
         if "patternProperties" in rest:
             if len(rest["patternProperties"]) != 1 or rest.get("additionalProperties"):

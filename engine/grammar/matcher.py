@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from ...schemas.errors import GenerationFailed, InvalidRequest
@@ -18,9 +18,10 @@ from ...schemas.params import GenerationParams, Grammar
 from ..text.tokenizer import Tokenizer
 from ..text.tokenizer_port import TokenizerLike
 from .faults import reason, refusal
-from .free_text import free_text
+from .free_text import FreeTokens, free_text
 from .importing import for_xgrammar
 from .schema_facts import is_bounded
+from .tabs import Tabs, may_be_counted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,15 +42,17 @@ _MAX_LOOK_SECONDS = 0.004  # that looking ahead may take; an answer where it onc
 _MAX_FORCED_TOKENS = 32  # that are looked ahead for what has to come
 _MAX_FORCED_WORDS = 64  # of a mask, that have bits where all tokens begin alike
 # xgrammar allows control characters in strings with a bounded length; JSON does not. In all grammars it allows what
-# looks like UTF-8 and is none: halves of surrogate pairs, and characters beyond the last one.
-_NO_CHARACTER = rb"\xed[\xa0-\xbf]|\xf4[\x90-\xbf]"
+# looks like UTF-8 and is none: characters in too many bytes, halves of surrogate pairs, and characters beyond the last
+# one. By the first byte of a character, what its second cannot be:
+_NO_SECOND = {b"\xe0": rb"[\x80-\x9f]", b"\xed": rb"[\xa0-\xbf]", b"\xf0": rb"[\x80-\x8f]", b"\xf4": rb"[\x90-\xbf]"}
+_NO_CHARACTER = b"|".join(map(b"".join, _NO_SECOND.items()))
 _FORBIDDEN = {
     "json_schema": re.compile(rb"[\x00-\x1f]|" + _NO_CHARACTER),
-    "structural_tag": re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]|" + _NO_CHARACTER),
+    "structural_tag": re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]|\"[^\"]*\t|" + _NO_CHARACTER),
     "regex": re.compile(_NO_CHARACTER),
     "ebnf": re.compile(_NO_CHARACTER),
 }
-_FORBIDDEN_AFTER = {b"\xed": re.compile(rb"[\xa0-\xbf]"), b"\xf4": re.compile(rb"[\x90-\xbf]")}
+_FORBIDDEN_AFTER = {first: re.compile(second) for first, second in _NO_SECOND.items()}
 
 
 class GrammarCompiler:
@@ -69,6 +72,7 @@ class GrammarCompiler:
         self._permitted = lru_cache(maxsize=16)(self._permit)
         self._free_tokens = lru_cache(maxsize=16)(self._find_free_tokens)
         self._after = lru_cache(maxsize=1)(self._find_after)
+        self._tabs = lru_cache(maxsize=1)(self._find_tabs)
         self._ends: Mask  # of the end tokens; set by `_read_vocabulary`
 
     def matcher(self, params: GenerationParams) -> Matcher | None:
@@ -126,9 +130,9 @@ class GrammarCompiler:
         free = free_text(grammar)
         tokens = None if free is None else FreeTokens(self._texts, self._free_tokens(free.openers), free.literals)
         permitted = self._permitted(grammar.kind, visible)
-        bounded = is_bounded(grammar)
-        following = GrammarMatcher(compiled)
-        return Matcher(following, permitted, self._ends, self._texts, self._after(), tokens, bounded=bounded)
+        tabs = self._tabs() if may_be_counted(grammar) else None
+        following, bounded = GrammarMatcher(compiled), is_bounded(grammar)
+        return Matcher(following, permitted, self._ends, self._texts, self._after(), tokens, tabs, bounded=bounded)
 
     def _compiler(self) -> Any:
         """xgrammar's compiler, an empty one where the cache is full.
@@ -165,11 +169,15 @@ class GrammarCompiler:
     def _permit(self, kind: str, visible: frozenset[int]) -> Mask:
         """All tokens but those forbidden, and special tokens that the text does not show: no grammar sees them."""
         special = _bits(self._tokenizer.special_token_ids - visible, self._tokenizer.vocabulary_size)
-        return ~(special | self._tokens_with(_FORBIDDEN[kind].search)) | self._ends
+        known = _bits(range(self._tokenizer.vocabulary_size), self._tokenizer.vocabulary_size)
+        return (known & ~(special | self._tokens_with(_FORBIDDEN[kind].search))) | self._ends
 
     def _find_after(self) -> dict[bytes, Mask]:
         """What may follow a token that ends with one of these bytes."""
         return {byte: ~self._tokens_with(pattern.match) for byte, pattern in _FORBIDDEN_AFTER.items()}
+
+    def _find_tabs(self) -> Tabs:
+        return Tabs(*(self._tokens_with(re.compile(pattern).search) for pattern in (rb"\t", rb"\A\n")))
 
     def _tokens_with(self, found: Callable[[bytes], object]) -> Mask:
         tokens = (token for token, text in enumerate(self._texts) if found(text))
@@ -181,22 +189,6 @@ class GrammarCompiler:
         texts = enumerate(raw.decode(errors="replace") for raw in self._texts)
         tokens = {token for token, text in texts if text and text.isprintable() and excluded.isdisjoint(text)}
         return _bits(tokens - self._tokenizer.special_token_ids, self._tokenizer.vocabulary_size) & ~self._ends
-
-
-class FreeTokens(NamedTuple):
-    """The tokens after which free text goes on with the same mask, once one of them rules out an unfinished literal."""
-
-    texts: Sequence[bytes]  # of all tokens
-    mask: Mask
-    literals: tuple[str, ...]
-
-    def has(self, token: int) -> bool:
-        return bool(self.mask[token >> 5] >> (token & 31) & 1)
-
-    def settles(self, token: int) -> bool:
-        """Whether a token of `mask`, none of which begins a literal, cannot be inside one either."""
-        text = self.texts[token].decode()
-        return not any(text in literal for literal in self.literals)
 
 
 class Matcher:
@@ -214,6 +206,7 @@ class Matcher:
         texts: Sequence[bytes],
         after: Mapping[bytes, Mask],
         free: FreeTokens | None = None,
+        tabs: Tabs | None = None,
         *,
         bounded: bool = False,
     ) -> None:
@@ -230,6 +223,7 @@ class Matcher:
         self._is_current = False  # whether `_mask` is of this state; set by `mask` and `accept`
         self._ends = ends
         self._free = free
+        self._tabs = tabs
         self._is_free = False  # whether `_mask` is one of free text; set by `mask`
         self._is_settled = False  # whether a free token has ruled out an unfinished literal; set by `accept`
         self.cost = 0.0  # seconds of CPU time that the newest mask took; set by `mask`
@@ -248,6 +242,8 @@ class Matcher:
             self._mask &= self._permitted
             if self._follows is not None:
                 self._mask &= self._follows
+            if self._tabs is not None:
+                self._tabs.remove(self._mask)
             free = self._free
             settled = free is not None and (self._is_settled or not free.literals)
             self._is_free = free is not None and settled and not (free.mask & ~self._mask).any()

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Literal
 
 from ...schemas.errors import InvalidRequest
@@ -25,6 +26,7 @@ _MAX_NAMES = 250_000  # sum of the squares of their lengths, to which the length
 _ESCAPED_IN_JSON = r'\x00-\x1f"\\'  # in a class: what a JSON string has to escape
 # What JSON escapes that texts have, as patterns of its escapes.
 _ESCAPABLE = {character: re.escape(json.dumps(character)[1:-1]) for character in '"\\\b\f\n\r\t'}
+_SPACES = "\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"  # in a class: white space beyond ASCII
 _BEYOND_ASCII = "\x80-\U0010ffff"  # in a class
 _ASCII = "".join(map(chr, range(128)))
 _CONTROL = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
@@ -46,7 +48,7 @@ def check_pattern(pattern: str, path: str, *, strings: Strings | None = None) ->
 
 
 def _checked(pattern: str, path: str, strings: Strings | None) -> str:
-    tokens = _TOKENS.findall(pattern)
+    tokens = list(map(_without_spaces, _TOKENS.findall(pattern)))
     parts = []
     for index, token in enumerate(tokens):
         fault = None
@@ -74,6 +76,16 @@ def _checked(pattern: str, path: str, strings: Strings | None) -> str:
     if fault := _structure_fault(tokens):
         raise InvalidRequest(f"{path}: {fault}.", code="invalid_grammar", param=path)
     return "".join(parts)
+
+
+def _without_spaces(token: str) -> str:
+    """What has no white space, without that beyond ASCII, which xgrammar does not know."""
+    if token == "\\S":
+        return f"[^{_SPACES}\\s]"
+    if not token.startswith("[^"):
+        return token
+    parts = re.findall(rf"{_ESCAPED}|.", token, re.DOTALL)
+    return "".join(_SPACES + one if one == "\\s" and before != "-" else one for before, one in pairwise(["", *parts]))
 
 
 def _structure_fault(tokens: list[str]) -> str | None:

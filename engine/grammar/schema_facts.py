@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from math import prod
 from typing import Any
 
 from ...schemas.params import Grammar
+from .schema_keywords import walk
 
 MAX_COMPARISONS = 20_000  # of branches in a whole schema, to show that they exclude each other
 _LONGEST_BOUNDED = 64 << 10  # characters that a schema may force where xgrammar looks for them
@@ -47,6 +49,16 @@ def has_finite_value(node: Any, finite: set[str]) -> bool:
     needed = [node["properties"][name] for name in node.get("required", ())]
     needed += prefix[:least] + ([node["items"]] if least > len(prefix) else [])
     return all(has_finite_value(one, finite) for one in needed)
+
+
+def refers(schema: Any) -> bool:
+    """Whether a schema has references; True in doubt."""
+    return any(isinstance(one, Mapping) and isinstance(one.get("$ref"), str) for one, _ in walk(schema))
+
+
+def same(one: Any, two: Any) -> bool:
+    """Whether two values are equal in JSON, where 1 is not true."""
+    return one is two or (one == two and json.dumps(one, sort_keys=True) == json.dumps(two, sort_keys=True))
 
 
 def target(node: Any) -> str:

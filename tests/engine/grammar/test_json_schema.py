@@ -92,6 +92,13 @@ def test_realistic_schemas_are_taken(name: str) -> None:
         ({"oneOf": [record({"a": STRING}), record({"b": STRING})]}, "oneOf"),
         ({"allOf": [{"pattern": "^a"}, {"pattern": "b$"}]}, "allOf[1].pattern"),
         ({"allOf": [record({"a": STRING}), record({"b": STRING})]}, "allOf[1]"),
+        ({"allOf": [{"prefixItems": [INTEGER]}], "items": STRING}, "allOf[0]"),
+        ({"allOf": [{"patternProperties": {"^a$": STRING}}, {"additionalProperties": False}]}, "allOf[1]"),
+        ({"allOf": [{"const": 1}, {"const": True}]}, "allOf[1].const"),
+        ({"type": "number", "minimum": 1e-7, "maximum": 2e-7}, ""),
+        ({"type": "string", "maxLength": 513}, "maxLength"),
+        ({"properties": {"a": {"maxLength": 300}, "b": {"minLength": 300}}}, "properties.b.minLength"),
+        ({"$defs": {"a": {"$id": "urn:a", "$ref": "#/$defs/b"}, "b": {}}, "$ref": "#/$defs/a"}, "$defs.a.$id"),
         ({"$ref": "http://example.com/schema"}, "$ref"),
         ({"$ref": "other.json#/a"}, "$ref"),
         ({"$ref": "#anchor"}, "$ref"),
@@ -100,8 +107,8 @@ def test_realistic_schemas_are_taken(name: str) -> None:
 )
 def test_what_cannot_be_enforced_is_refused_with_its_path(schema: Any, path: str) -> None:
     error = fault_of(schema)
-    assert error.param == f"p.{path}"
-    assert str(error).startswith(f"p.{path}: ")
+    assert error.param == f"p.{path}".rstrip(".")
+    assert str(error).startswith(f"{error.param}: ")
     assert error.status == 400
 
 
@@ -180,6 +187,29 @@ def test_malformed_and_empty_schemas_are_refused_with_the_path(schema: Any, path
             [r'{"ab": "x", "\u0061b": 1}'],
         ),
         (record({"ä": STRING}, "ä") | {"additionalProperties": INTEGER}, ['{"ö": 1}'], ['{"ä": 1}', r'{"\u00e4": 1}']),
+        ({"type": "string", "pattern": "^\\S$"}, ['"a"', '"é"'], ['"\xa0"', '"\u2003"', '" "']),
+        ({"type": "string", "pattern": "^[^,\\s-]$"}, ['"a"', '"é"'], ['"\xa0"', '","', '"-"']),
+        ({"type": "string", "pattern": "^[\\s\\S]$"}, ['"a"', '"\xa0"'], ['"ab"']),
+        (
+            {"type": "string", "format": "hostname"},
+            ['"a"', '"api.eu-1.example.com"'],
+            ['"-a"', f'"{"a" * 64}.org"', f'"{".".join(["a" * 30] * 9)}"'],
+        ),
+        ({"type": "string", "maxLength": 250}, [f'"{"ä" * 250}"', '""'], [f'"{"ä" * 251}"', '"\t"']),
+        (
+            {"type": "string", "minLength": 130, "maxLength": 350},
+            [f'"{"a" * 130}"', f'"{"a" * 350}"'],
+            [f'"{"a" * 129}"'],
+        ),
+        ({"type": "string", "minLength": 200}, [f'"{"a" * 200}"', f'"{"a" * 999}"'], [f'"{"a" * 199}"']),
+        (
+            {"propertyNames": {"maxLength": 150}, "additionalProperties": INTEGER},
+            ['{"ab": 1}'],
+            [f'{{"{"a" * 151}": 1}}'],
+        ),
+        ({"type": "number", "minimum": 1e-6, "exclusiveMaximum": 2e-6}, ["0.000001"], ["", "0.000002"]),
+        ({"allOf": [{"type": "array"}, {"prefixItems": [STRING], "items": False}]}, ['["a"]'], ['["a", 1]']),
+        ({"$id": "urn:a", "$ref": "#/$defs/a", "minimum": 1, "$defs": {"a": INTEGER}}, ["1"], ["0"]),
         ({"allOf": [INTEGER, {"minimum": 3}], "maximum": 4}, ["3", "4"], ["2", "5", '"3"']),
         ({"$ref": "#/$defs/a", "maxLength": 1, "$defs": {"a": STRING}}, ['"x"'], ['"xx"', "1"]),
         ({"type": "string", "enum": ["a", 1]}, ['"a"'], ["1"]),
@@ -203,6 +233,14 @@ def test_strict_demands_what_openai_demands() -> None:
     assert optional.param == "p.required"
     assert "Missing 'b'" in str(optional)
     assert json_schema_grammar(record({"a": STRING, "b": STRING}, "b"), path="p")
+
+
+def test_lengths_that_recur_are_counted_once_and_a_tool_that_is_not_strict_goes_without() -> None:
+    several = record({"a": {"maxLength": 400}, "b": {"maxLength": 400}, "c": {"maxLength": 112, "minLength": 1}})
+    assert json_schema_grammar(several, path="p")
+    with pytest.raises(InvalidRequest, match=r"p.properties.a.maxLength: cannot be enforced above 128\.") as caught:
+        json_schema_grammar(several, path="p", max_counted=0)
+    assert caught.value.code == "unsupported_schema"
 
 
 def test_size_is_limited() -> None:

@@ -282,6 +282,39 @@ def test_each_grammar_allows_utf_8_alone(one: Grammar, chance: random.Random) ->
         matcher.accept(token)
 
 
+def after(one: Grammar, text: bytes) -> list[bytes]:
+    """The texts that may come next."""
+    COMPILER.compile(one)
+    matcher = COMPILER.matcher(GenerationParams(grammar=one))
+    assert matcher is not None
+    for byte in text:
+        matcher.accept(byte)
+    indices = np.flatnonzero(np.unpackbits(matcher.mask().view(np.uint8), bitorder="little"))
+    assert indices.max() < len(VOCABULARY)
+    assert isinstance(matcher.forced(8), str)
+    return [VOCABULARY[token] for token in indices]
+
+
+@pytest.mark.parametrize("pattern", ["[^a]{9}", ".*", r"\S+"])
+def test_no_character_takes_more_bytes_than_it_needs(pattern: str) -> None:
+    """And the mask ends where the vocabulary does."""
+    one = schema_grammar({"type": "string", "pattern": pattern})
+    assert b"\xa0" in after(one, b'"\xe0') and b"\x80" not in after(one, b'"\xe0')
+    assert b"\x90" in after(one, b'"\xf0') and b"\x80" not in after(one, b'"\xf0')
+
+
+@pytest.mark.parametrize("bounds", [{"minLength": 3}, {"maxLength": 30}, {"minLength": 1, "maxLength": 140}])
+def test_a_string_of_bounded_length_in_a_call_has_no_tab(bounds: dict[str, int]) -> None:
+    part = {"type": "json_schema", "json_schema": json.loads(schema_grammar({"type": "string"} | bounds).text)}
+    document = part | {"style": "json", "max_whitespace_cnt": 2}
+    elements = [{"type": "const_string", "value": "a\tb"}, document, {"type": "any_text"}]
+    format = {"type": "sequence", "elements": elements}
+    one = Grammar(kind="structural_tag", text=json.dumps({"type": "structural_tag", "format": format}))
+    assert b"\t" in after(one, b"a")
+    assert b"x" in after(one, b'a\tb"') and b"\t" not in after(one, b'a\tb"')
+    assert b"\t" in after(one, b'a\tb"xyz"')
+
+
 def cost(grammar: Grammar, text: str) -> float:
     """Masks made for each token of a text, in long tokens."""
     matcher, left, tokens = COMPILER.matcher(GenerationParams(grammar=grammar)), text.encode(), 0

@@ -1,0 +1,62 @@
+"""What a rewritten schema says of a string: its pattern, its format or its length, as xgrammar enforces it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .patterns import Strings, check_pattern
+from .schema_keywords import fault
+
+MAX_CHEAP_LENGTH = 128
+"""Characters up to which xgrammar counts without a look at most of the vocabulary for each token of an answer."""
+
+_DATE = (
+    r"(?:[1-9]\d{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|"
+    r"02-(?:0[1-9]|1\d|2[0-8]))|(?:[1-9]\d(?:0[48]|[2468][048]|[13579][26])|(?:[2468][048]|[13579][26])00)-02-29)"
+)
+_TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,6}){0,1}(?:Z|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
+_BYTE = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]\d|\d)"
+_WORD, _LABEL = r"[A-Za-z0-9_+-]{1,20}", r"[A-Za-z0-9]{1,20}(?:-[A-Za-z0-9]{1,20}){0,1}"
+# xgrammar's own dates have a 30 February, its times a 60th second, its addresses leading zeros or no bounds, its names
+# of hosts no bounds.
+_FORMAT_PATTERNS = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}T{_TIME}$",
+    "ipv4": rf"^{_BYTE}(?:\.{_BYTE}){{3}}$",
+    "email": rf"^{_WORD}(?:\.{_WORD}){{0,2}}@(?:{_LABEL}\.){{1,3}}[A-Za-z]{{2,10}}$",
+    "hostname": rf"^{_LABEL}(?:\.{_LABEL}){{0,4}}$",
+}
+_FORMATS = frozenset({"uuid", "ipv6", "uri", "uri-reference", "uri-template", "duration"})
+_CHARACTER = r'[^\x00-\x1f"\\]'  # that JSON does not escape
+_STEP = 100  # characters in one repetition; xgrammar fails above 128
+
+
+def string_node(rest: Mapping[str, Any], path: str, strings: Strings) -> dict[str, Any]:
+    """The keywords of a node for strings, rewritten but for lengths. Raises `InvalidRequest`."""
+    main = next((name for name in ("pattern", "format") if name in rest), None)
+    if main is None:
+        return dict(rest)
+    if others := [name for name in rest if name != main and (name, rest[name]) != ("minLength", 0)]:
+        raise fault(f"{path}.{others[0]}", f"cannot be enforced beside {main}", "unsupported_schema")
+    if main == "pattern":
+        return {main: check_pattern(rest[main], f"{path}.{main}", strings=strings)}
+    name = rest[main]
+    if name in _FORMAT_PATTERNS:
+        return {"pattern": _FORMAT_PATTERNS[name]}
+    if name not in _FORMATS:
+        known = ", ".join(sorted(_FORMATS | _FORMAT_PATTERNS.keys()))
+        raise fault(f"{path}.{main}", f"{name!r} cannot be enforced; these can: {known}", "unsupported_schema")
+    return {main: name}
+
+
+def counted_pattern(least: int, most: int | None) -> str:
+    """A pattern of the strings of a length, read in one way alone, in which xgrammar finds a state for each character.
+
+    `a{0,9}` in steps would be read in several ways, and takes ten times as long to compile.
+    """
+    exact = f"{_CHARACTER}{{{_STEP}}}" * (least // _STEP) + f"{_CHARACTER}{{{least % _STEP}}}" * (least % _STEP > 0)
+    if most is None:
+        return f"^{exact}{_CHARACTER}*$"
+    return f"^{exact}{f'(?:{_CHARACTER}' * (most - least)}{'){0,1}' * (most - least)}$"
