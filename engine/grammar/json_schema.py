@@ -21,7 +21,7 @@ from .number_schemas import INT64, number_node
 from .patterns import Strings, check_pattern, key_pattern
 from .schema_facts import MAX_COMPARISONS, disjoint, has_finite_value, refers, same, target, type_of
 from .schema_keywords import TYPED, TYPES, check_node, fault, is_annotation, walk
-from .string_schemas import MAX_CHEAP_LENGTH, counted_pattern, string_node
+from .string_schemas import MAX_CHEAP_LENGTH, MAX_PATTERNS, counted_pattern, string_node
 
 MAX_NODES = 10_000
 MAX_DEPTH = 128  # of objects and lists within each other
@@ -30,18 +30,18 @@ _TIGHTER = {"max": min, "min": max, "exclusiveMax": min, "exclusiveMin": max}
 
 
 def json_schema_grammar(
-    schema: Mapping[str, Any], *, path: str, strict: bool = False, strings: Strings = "plain", max_counted: int = 512
+    schema: Mapping[str, Any], *, path: str, strict: bool = False, strings: Strings = "plain", counts: bool = True
 ) -> Grammar:
     """The grammar of the JSON documents that `schema` describes; `path` is where the request has it.
 
     `strings` are those of the outermost properties that have a `pattern`. With `strict` every object names all its
     properties as required and allows no others, as OpenAI's does. Lengths of strings above `MAX_CHEAP_LENGTH` take long
-    to compile; together they may come to `max_counted`, each counted once.
+    to compile or to follow; without `counts` they are refused.
     Raises `InvalidRequest` with the path of what is malformed, too large or impossible to enforce as its `param`.
     """
     _check_size(schema, path)
     try:
-        normalised = _Normaliser(schema, path, strict, strings, max_counted).run()
+        normalised = _Normaliser(schema, path, strict, strings, counts).run()
     except RecursionError:
         raise fault(path, "its references go round in a circle") from None
     except (ValueError, OverflowError):
@@ -77,11 +77,11 @@ def ebnf_grammar(text: str, *, path: str = "guided_grammar") -> Grammar:
 class _Normaliser:
     """Rewrites one schema."""
 
-    def __init__(self, root: Mapping[str, Any], path: str, strict: bool, strings: Strings, max_counted: int) -> None:
+    def __init__(self, root: Mapping[str, Any], path: str, strict: bool, strings: Strings, counts: bool) -> None:
         self._root = root
         self._path = path
         self._strict = strict
-        self._max_counted = max_counted
+        self._counts = counts
         outermost = root.get("properties") if isinstance(root, Mapping) else None  # neither need be valid
         names = outermost if isinstance(outermost, Mapping) else ()
         self._strings: dict[str, Strings] = {f"{path}.properties.{name}": strings for name in names}
@@ -251,13 +251,13 @@ class _Normaliser:
         lengths = least, most = node.get("minLength", 0), node.get("maxLength")
         if max(least, most or 0) <= MAX_CHEAP_LENGTH:
             return {"type": "string"} | node
+        if not self._counts:
+            name = f"{path}.{'maxLength' if most else 'minLength'}"
+            raise fault(name, f"cannot be enforced above {MAX_CHEAP_LENGTH}", "unsupported_schema")
         if lengths not in self._counted:
+            if strings == "raw" or sum(most or least for least, most in (*self._counted, lengths)) > MAX_PATTERNS:
+                return {"type": "string"} | node  # which xgrammar counts; `GrammarCompiler` knows whether it may
             self._counted[lengths] = f"s{len(self._counted)}"
-            allowed = 0 if strings == "raw" else self._max_counted
-            if sum(most or least for least, most in self._counted) > allowed:
-                total = f", nor together above {allowed}" if allowed else ""
-                name = f"{path}.{'maxLength' if most else 'minLength'}"
-                raise fault(name, f"cannot be enforced above {MAX_CHEAP_LENGTH}{total}", "unsupported_schema")
             self._definitions[self._counted[lengths]] = {"type": "string", "pattern": counted_pattern(least, most)}
         return {"$ref": f"#/$defs/{self._counted[lengths]}"}
 

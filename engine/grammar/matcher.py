@@ -20,7 +20,8 @@ from ..text.tokenizer_port import TokenizerLike
 from .faults import reason, refusal
 from .free_text import FreeTokens, free_text
 from .importing import for_xgrammar
-from .schema_facts import is_bounded
+from .schema_facts import is_bounded, longest_counted
+from .string_schemas import MAX_CHEAP_LENGTH, MAX_PATTERNS
 from .tabs import Tabs, may_be_counted
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 _CACHE_BYTES = 256 << 20  # of compiled grammars; then all are forgotten
 _COUNTED = 3  # xgrammar counts a third of the memory that grammars take
 _MAX_COMPILED_BYTES = 64 << 20  # of one grammar; what schemas in use take is a few MiB at most
+_MOST_COUNTING = 50_000  # tokens of a vocabulary, with which xgrammar may count: it looks at most of them for each mask
 _MAX_MASK_SECONDS = 0.02  # of CPU time; a mask of 150,000 tokens takes 0.0002
 _MAX_MEAN_SECONDS = 0.004  # of CPU time that a token may take in all, masks included
 _MAX_AHEAD_SECONDS = 0.05  # by which the sum may exceed that
@@ -88,6 +90,12 @@ class GrammarCompiler:
         Raises `InvalidRequest` for a grammar that xgrammar refuses, that allows no answer at all, or that is too
         ambiguous to follow.
         """
+        tokens = self._tokenizer.vocabulary_size
+        if tokens > _MOST_COUNTING and longest_counted(grammar) > MAX_CHEAP_LENGTH:
+            raise refusal(
+                f"minLength and maxLength above {MAX_CHEAP_LENGTH} may come to {MAX_PATTERNS} characters together with "
+                f"this model's vocabulary of {tokens:,} tokens, each length counted once; leave some out"
+            )
         compiled = self._compiled(grammar)
         first = self._matcher(grammar, compiled, self._tokenizer.special_token_ids)
         if not first.mask().any():

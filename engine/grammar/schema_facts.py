@@ -12,6 +12,7 @@ from ...schemas.params import Grammar
 from .schema_keywords import walk
 
 MAX_COMPARISONS = 20_000  # of branches in a whole schema, to show that they exclude each other
+_lengths = re.compile(r'"m(?:in|ax)Length":\s*(\d+)').findall
 _LONGEST_BOUNDED = 64 << 10  # characters that a schema may force where xgrammar looks for them
 _may_be_endless = re.compile(r'"(\$\w*ref|pattern\w*)"|\\u', re.IGNORECASE).search
 _repeated = re.compile(r'"min(?:Items|Length|Properties|Contains)":\s*([-+.\deE]+)').findall
@@ -49,6 +50,11 @@ def has_finite_value(node: Any, finite: set[str]) -> bool:
     needed = [node["properties"][name] for name in node.get("required", ())]
     needed += prefix[:least] + ([node["items"]] if least > len(prefix) else [])
     return all(has_finite_value(one, finite) for one in needed)
+
+
+def longest_counted(grammar: Grammar) -> int:
+    """The largest length of strings that xgrammar counts in a grammar; 0 if there is none."""
+    return max(map(int, _lengths(grammar.text)), default=0) if grammar.kind in ("json_schema", "structural_tag") else 0
 
 
 def refers(schema: Any) -> bool:

@@ -10,6 +10,8 @@ from .schema_keywords import fault
 
 MAX_CHEAP_LENGTH = 128
 """Characters up to which xgrammar counts without a look at most of the vocabulary for each token of an answer."""
+MAX_PATTERNS = 512
+"""Characters that longer strings of a schema may have together for patterns to count them, each length once."""
 
 _DATE = (
     r"(?:[1-9]\d{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|"

@@ -304,8 +304,10 @@ def _schemas(
         path = f"tools[{index}].function.parameters"
         try:
             strict = bool(function.strict and not function.may_omit)
-            counted = {} if function.strict else {"max_counted": 0}
-            text = json_schema_grammar(function.parameters, path=path, strict=strict, strings=strings, **counted).text
+            counts = bool(function.strict)
+            text = json_schema_grammar(
+                function.parameters, path=path, strict=strict, strings=strings, counts=counts
+            ).text
         except InvalidRequest as error:
             if function.strict or error.code != "unsupported_schema":
                 raise

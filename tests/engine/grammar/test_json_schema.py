@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from json_schemas import BY_HAND, generate, record
@@ -16,6 +17,8 @@ from penstock.engine.grammar.json_schema import (
     json_schema_grammar,
     regex_grammar,
 )
+from penstock.engine.grammar.matcher import GrammarCompiler
+from penstock.engine.grammar.schema_facts import longest_counted
 from penstock.schemas.errors import InvalidRequest
 from penstock.schemas.params import Grammar
 
@@ -96,8 +99,6 @@ def test_realistic_schemas_are_taken(name: str) -> None:
         ({"allOf": [{"patternProperties": {"^a$": STRING}}, {"additionalProperties": False}]}, "allOf[1]"),
         ({"allOf": [{"const": 1}, {"const": True}]}, "allOf[1].const"),
         ({"type": "number", "minimum": 1e-7, "maximum": 2e-7}, ""),
-        ({"type": "string", "maxLength": 513}, "maxLength"),
-        ({"properties": {"a": {"maxLength": 300}, "b": {"minLength": 300}}}, "properties.b.minLength"),
         ({"$defs": {"a": {"$id": "urn:a", "$ref": "#/$defs/b"}, "b": {}}, "$ref": "#/$defs/a"}, "$defs.a.$id"),
         ({"$ref": "http://example.com/schema"}, "$ref"),
         ({"$ref": "other.json#/a"}, "$ref"),
@@ -237,10 +238,20 @@ def test_strict_demands_what_openai_demands() -> None:
 
 def test_lengths_that_recur_are_counted_once_and_a_tool_that_is_not_strict_goes_without() -> None:
     several = record({"a": {"maxLength": 400}, "b": {"maxLength": 400}, "c": {"maxLength": 112, "minLength": 1}})
-    assert json_schema_grammar(several, path="p")
+    assert longest_counted(json_schema_grammar(several, path="p")) == 112
     with pytest.raises(InvalidRequest, match=r"p.properties.a.maxLength: cannot be enforced above 128\.") as caught:
-        json_schema_grammar(several, path="p", max_counted=0)
+        json_schema_grammar(several, path="p", counts=False)
     assert caught.value.code == "unsupported_schema"
+
+
+def test_long_strings_of_many_lengths_need_a_small_vocabulary() -> None:
+    several = record({"a": {"maxLength": 300}, "b": {"maxLength": 300}, "c": {"minLength": 213}})
+    grammar = json_schema_grammar(several, path="p")
+    assert longest_counted(grammar) == 213
+    with pytest.raises(InvalidRequest, match="need a Hugging Face tokenizer"):  # which is asked for behind that
+        GrammarCompiler(cast(Any, SimpleNamespace(vocabulary_size=49_152))).compile(grammar)
+    with pytest.raises(InvalidRequest, match=r"above 128 may come to 512 characters .* vocabulary of 151,936 tokens"):
+        GrammarCompiler(cast(Any, SimpleNamespace(vocabulary_size=151_936))).compile(grammar)
 
 
 def test_size_is_limited() -> None:
