@@ -12,7 +12,6 @@ from uvicorn.server import ServerState
 
 from .counting import LINGER, Connections
 
-
 SLICE = 2048  # bytes that are read in one turn of the loop
 FEW = 8  # frames in a slice that cost no time
 FRAMES = 1000.0  # a second of one connection, beyond few
@@ -144,4 +143,3 @@ class Socket(WebSocketsSansIOProtocol):
         """uvicorn's own waits for ever for a client that reads nothing."""
         super().keepalive_timeout()
         self.loop.call_later(LINGER, self.transport.abort)
-
