@@ -315,7 +315,10 @@ async def test_many_pings_delay_no_other_client() -> None:
         await _others_are_answered(server)
         assert not answered.done()
         answered.cancel()
-        writer.close()
+        await asyncio.wait([answered])
+        writer.transport.abort()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
 
 
 async def _others_are_answered(server: Server) -> None:
