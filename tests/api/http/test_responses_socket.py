@@ -312,20 +312,16 @@ async def test_many_pings_delay_no_other_client() -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(pings * b"\x89\x80abcd")
         answered = asyncio.create_task(reader.readexactly(2 * pings))
-        await _others_are_answered(server)
+        other = await server.wire()
+        for _ in range(3):
+            await other.send(request("GET", "/health/live"))
+            assert (await other.response()).status == 200
         assert not answered.done()
         answered.cancel()
         await asyncio.wait([answered])
         writer.transport.abort()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
-
-
-async def _others_are_answered(server: Server) -> None:
-    for _ in range(3):
-        wire = await server.wire()
-        await wire.send(request("GET", "/health/live", Connection="close"))
-        assert (await wire.response()).status == 200
 
 
 async def test_a_client_that_answers_no_ping_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
