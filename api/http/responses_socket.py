@@ -309,7 +309,7 @@ def _body_of(message: _Object) -> _Object:
         if message.get(name) not in (None, needless):
             fault = f"{name} is not for a WebSocket, on which every response is streamed; leave it out."
             raise InvalidRequest(fault, param=name)
-    if not isinstance(message.get("generate", True), bool):
+    if not isinstance(message.get("generate"), bool | None):
         raise InvalidRequest("generate must be true or false.", param="generate")
     return {name: value for name, value in message.items() if name not in ("type", "stream_id", "stream", "background")}
 

@@ -26,7 +26,7 @@ from ..answers import error_response
 from .browsers import headers_unasked
 from .counting import LINGER, Connections, network
 from .unframed import unframed
-from .upgrades import asks_for_socket, reading_on
+from .upgrades import SOCKET_PATH, asks_for_socket, reading_on
 from .vanished import end_with_client
 
 MOST_IGNORED = 1 << 18  # bytes that a refused client may still send meanwhile
@@ -146,7 +146,7 @@ class Connection(HttpToolsProtocol):
 
     def _switch(self, rest: bytes) -> None:
         """Leave the connection, and the bytes behind this head, to the protocol of WebSockets."""
-        from .sockets import Socket, head  # few clients need it
+        from .sockets import Socket  # few clients need it
 
         self._cancel(self._timer, self._unread, self._watch)
         self.connections.discard(self)
@@ -154,7 +154,7 @@ class Connection(HttpToolsProtocol):
         protocol = Socket(*given, connections=self._connections, address=self._address)
         protocol.connection_made(self.transport)
         self.transport.set_protocol(protocol)
-        protocol.data_received(head(self.parser.get_method(), self.url, self.headers) + rest)
+        protocol.begin(SOCKET_PATH, self.url.partition(b"?")[2], self.headers, rest)
 
     # Callbacks of the parser
 

@@ -7,7 +7,7 @@ head without the offer, of which nobody hears.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import httptools
@@ -17,8 +17,11 @@ _FRAMING = (b"content-length", b"transfer-encoding")
 _OF_HEADS = ("on_message_begin", "on_url", "on_header", "on_headers_complete")
 
 
-def asks_for_socket(parser: httptools.HttpRequestParser, url: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Whether a head that offers another protocol wants a WebSocket where there is one."""
+def asks_for_socket(parser: httptools.HttpRequestParser, url: bytes, headers: Sequence[tuple[bytes, bytes]]) -> bool:
+    """Whether a head that offers another protocol wants a WebSocket where there is one. HTTP/1.0 can offer nothing
+    (RFC 9110, 7.8), and no handshake has a body."""
+    if parser.get_http_version() == "1.0" or any(name in _FRAMING and value != b"0" for name, value in headers):
+        return False
     is_there = parser.get_method() == b"GET" and url.partition(b"?")[0] == SOCKET_PATH.encode()
     return is_there and any(name == b"upgrade" and value.lower() == b"websocket" for name, value in headers)
 

@@ -97,6 +97,7 @@ def test_a_request_is_prepared_and_generates_nothing(echo_server: Served, socket
     (refused,) = create(socket, "one", generate=False, temperature=9)
     assert (refused.status, refused.error.param) == (400, "temperature")
     assert create(socket, [], generate=False)[-1].type == "response.completed"
+    assert create(socket, "one", generate=None)[-1].response.output
 
 
 def test_lanes_are_answered_beside_each_other_and_each_in_order(socket: ResponsesConnection) -> None:
@@ -264,6 +265,63 @@ async def test_a_connection_counts_until_it_ends() -> None:
                     await wires[-1].send(request("GET", "/health/live", Connection="close"))
                     if (await wires[-1].response()).status == 200:
                         break
+
+
+OFFER = {
+    "Connection": "Upgrade",
+    "Upgrade": "websocket",
+    "Sec-WebSocket-Version": "13",
+    "Sec-WebSocket-Key": "x" * 22 + "==",
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        ({"Cookie": "x" * 9000}, 101),
+        ({f"X-{number}": "x" for number in range(200)}, 101),
+        ({"Content-Length": "2"}, 405),
+        ({"Sec-WebSocket-Protocol": "x" * 9000}, 400),
+        ({"Cookie": "x" * 70_000}, 431),
+    ],
+)
+async def test_a_handshake_has_the_limits_of_a_request(given: dict[str, str], status: int) -> None:
+    async with Server.run() as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(request("GET", "/v1/responses", **OFFER, **given) + b"{}")
+        async with asyncio.timeout(30):
+            assert f" {status} ".encode() in await reader.readline()
+        writer.close()
+
+
+async def test_what_comes_directly_behind_a_handshake_is_read_once_it_is_accepted() -> None:
+    async with Server.run() as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(2 * request("GET", "/v1/responses", **OFFER))
+        async with asyncio.timeout(30):
+            told = await reader.read()
+        assert b" 101 " in told and told.endswith(b"invalid opcode")
+        writer.close()
+
+
+async def test_many_pings_delay_no_other_client() -> None:
+    pings = 10_000
+    async with Server.run() as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(request("GET", "/v1/responses", **OFFER))
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(pings * b"\x89\x80abcd")
+        answered = asyncio.create_task(reader.readexactly(2 * pings))
+        other = await server.wire()
+        for _ in range(3):
+            await other.send(request("GET", "/health/live"))
+            assert (await other.response()).status == 200
+        assert not answered.done()
+        answered.cancel()
+        await asyncio.wait([answered])
+        writer.transport.abort()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
 
 
 async def test_a_client_that_answers_no_ping_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
