@@ -18,6 +18,7 @@ from urllib.parse import unquote
 
 from ...schemas.params import Grammar
 from .number_schemas import INT64, number_node
+from .older_forms import modern
 from .patterns import Strings, check_pattern, key_pattern
 from .schema_facts import MAX_COMPARISONS, disjoint, has_finite_value, refers, same, target, type_of
 from .schema_keywords import TYPED, TYPES, check_node, fault, is_annotation, walk
@@ -111,7 +112,7 @@ class _Normaliser:
             return {}
         if schema is False:
             raise fault(path, "false allows no value")
-        self._check(schema, path)
+        schema = self._checked(schema, path)
         rest = {name: value for name, value in schema.items() if not is_annotation(name)}
         if list(rest) == ["$ref"]:
             return {"$ref": f"#/$defs/{self._define(rest['$ref'], path)}"}
@@ -143,10 +144,12 @@ class _Normaliser:
         typed = [self._typed(kind, rest, path) for kind in types if kind != "integer" or "number" not in types]
         return {} if not typed else typed[0] if len(typed) == 1 else {"anyOf": typed}
 
-    def _check(self, schema: Any, path: str) -> None:
+    def _checked(self, given: Any, path: str) -> Mapping[str, Any]:
+        schema: Mapping[str, Any] = modern(given)
         check_node(schema, path, self._strict)
-        if "$id" in schema and schema is not self._root and not str(schema["$id"]).startswith("#") and refers(schema):
+        if "$id" in schema and given is not self._root and not str(schema["$id"]).startswith("#") and refers(schema):
             raise fault(f"{path}.$id", "references within a part that has its own $id are not followed")
+        return schema
 
     def _define(self, pointer: str, path: str) -> str:
         if pointer not in self._names:
@@ -175,8 +178,7 @@ class _Normaliser:
             return dict(one)
         if two is False:
             raise fault(path, "false allows no value")
-        self._check(two, path)
-        two = {name: value for name, value in two.items() if name != "$id"}
+        two = {name: value for name, value in self._checked(two, path).items() if name != "$id"}
         if "$ref" in two and "$ref" in one:
             rest = {name: value for name, value in two.items() if name != "$ref"}
             two = self._merge(rest, self._resolve(two["$ref"], path), path)

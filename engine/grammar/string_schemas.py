@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from typing import Any
 
 from .patterns import Strings, check_pattern
@@ -30,6 +31,23 @@ _FORMAT_PATTERNS = {
     "email": rf"^{_WORD}(?:\.{_WORD}){{0,2}}@(?:{_LABEL}\.){{1,3}}[A-Za-z]{{2,10}}$",
     "hostname": rf"^{_LABEL}(?:\.{_LABEL}){{0,4}}$",
 }
+# Characters of the shortest and of the longest string; of the others there is no longest.
+_FORMAT_LENGTHS: dict[str, tuple[int, float]] = {
+    "date": (10, 10),
+    "time": (9, 21),
+    "date-time": (20, 32),
+    "ipv4": (7, 15),
+    "ipv6": (2, 45),
+    "uuid": (36, 36),
+    "email": (6, 199),
+    "hostname": (1, 209),
+    "uri": (2, inf),
+}
+# Where a URI has a length, it is that of a web page.
+_URL = (
+    rf"^https{{0,1}}://{_LABEL}(?:\.{_LABEL}){{0,3}}(?::[1-9]\d{{0,3}}){{0,1}}(?:/[A-Za-z0-9._~/?=&-]{{0,90}}){{0,1}}$"
+)
+_URL_LENGTHS = (8, 271)
 _FORMATS = frozenset({"uuid", "ipv6", "uri", "uri-reference", "uri-template", "duration"})
 _CHARACTER = r'[^\x00-\x1f"\\]'  # that JSON does not escape
 _STEP = 100  # characters in one repetition; xgrammar fails above 128
@@ -40,17 +58,29 @@ def string_node(rest: Mapping[str, Any], path: str, strings: Strings) -> dict[st
     main = next((name for name in ("pattern", "format") if name in rest), None)
     if main is None:
         return dict(rest)
-    if others := [name for name in rest if name != main and (name, rest[name]) != ("minLength", 0)]:
-        raise fault(f"{path}.{others[0]}", f"cannot be enforced beside {main}", "unsupported_schema")
-    if main == "pattern":
+    if main == "pattern":  # which a format annotates
+        _check_lengths(rest, main, (0, inf), path)
         return {main: check_pattern(rest[main], f"{path}.{main}", strings=strings)}
     name = rest[main]
-    if name in _FORMAT_PATTERNS:
-        return {"pattern": _FORMAT_PATTERNS[name]}
-    if name not in _FORMATS:
+    if name not in _FORMATS and name not in _FORMAT_PATTERNS:
         known = ", ".join(sorted(_FORMATS | _FORMAT_PATTERNS.keys()))
         raise fault(f"{path}.{main}", f"{name!r} cannot be enforced; these can: {known}", "unsupported_schema")
-    return {main: name}
+    if name == "uri" and "maxLength" in rest:
+        _check_lengths(rest, main, _URL_LENGTHS, path)
+        return {"pattern": _URL}
+    _check_lengths(rest, main, _FORMAT_LENGTHS.get(name, (0, inf)), path)
+    return {"pattern": _FORMAT_PATTERNS[name]} if name in _FORMAT_PATTERNS else {main: name}
+
+
+def _check_lengths(rest: Mapping[str, Any], main: str, lengths: tuple[int, float], path: str) -> None:
+    """Raise `InvalidRequest` unless what `main` allows has one of the lengths that the node asks for anyway."""
+    least, most = lengths
+    for name, is_kept in (
+        ("minLength", rest.get("minLength", 0) <= least),
+        ("maxLength", rest.get("maxLength", inf) >= most),
+    ):
+        if not is_kept:
+            raise fault(f"{path}.{name}", f"cannot be enforced beside {main}", "unsupported_schema")
 
 
 def counted_pattern(least: int, most: int | None) -> str:
