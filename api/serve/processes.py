@@ -18,7 +18,6 @@ import structlog
 from ...config.process import FAMILY, die_with_parent, directory_of_children, python
 from ...config.settings import Settings
 from ...config.sources import variable
-from ...engine.cpu.machine import memory_kills
 from ...schemas.errors import Fatal, StartupError
 from .ahead import WORKER, AheadWorker
 
@@ -81,7 +80,7 @@ class ProcessKeeper:
         self.ahead: AheadWorker | None = None  # runs the part with its arguments; set by the owner, and by `run`
         self.running: dict[str, Process | AheadWorker] = {}  # by part, dead ones until they are restarted; set by `run`
         self._drain, self._most_delay, self._output = drain, most_delay, output
-        self._memory_kills = memory_kills()  # as of the last child that ended; set by `run`
+        self._memory_kills = _memory_kills()  # as of the last child that ended; set by `run`
 
     async def keep(self, part: Part, environment: dict[str, str], until: asyncio.Event) -> None:
         """Run a child until `until` is set, restarting it when it dies; then end it.
@@ -119,7 +118,7 @@ class ProcessKeeper:
         """Run a child once, and end it when `until` is set."""
         child = self.running[part.name] = await self._start(part, environment)
         status = await self._until(child, until)
-        before, self._memory_kills = self._memory_kills, memory_kills()
+        before, self._memory_kills = self._memory_kills, _memory_kills()
         return Ending(status, self._memory_kills > before)
 
     async def _start(self, part: Part, environment: dict[str, str]) -> Process | AheadWorker:
@@ -160,6 +159,12 @@ class ProcessKeeper:
             if child.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     child.kill()
+
+
+def _memory_kills() -> int:
+    from ...engine.cpu.machine import memory_kills  # a stage's process needs nothing of the engine
+
+    return memory_kills()
 
 
 async def keep_broker(server: EmbeddedServer) -> None:

@@ -396,7 +396,7 @@ async def test_a_process_that_dies_is_restarted_at_once_and_less_often_if_it_die
 )
 async def test_a_kill_for_want_of_memory_is_told(kills: list[int], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counts, part = iter(kills), Part("stage", ("--version",))
-    monkeypatch.setattr(processes, "memory_kills", lambda: next(counts))
+    monkeypatch.setattr(processes, "_memory_kills", lambda: next(counts))
     keeper = ProcessKeeper(5.0)
     running = asyncio.create_task(keeper.run(part, dict(os.environ), asyncio.Event()))
     while part.name not in keeper.running:  # noqa: ASYNC110
