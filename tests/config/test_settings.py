@@ -291,6 +291,13 @@ def test_an_order_of_stages_that_cannot_be_is_told_in_our_words(file: Path) -> N
     assert (result.exit_code, result.stderr) == (2, told)
 
 
+def test_no_image_has_more_pixels_at_least_than_at_most(file: Path) -> None:
+    given: Given = {"file": {"min_pixels": "2000"}, "variable": {"max_pixels": "1000"}, "flag": {}}
+    result = _invoke(app, file, given, "config")
+    assert result.exit_code == 2
+    assert "2000 is above max_pixels=1000" in result.stderr
+
+
 @pytest.mark.parametrize(
     "value",
     [

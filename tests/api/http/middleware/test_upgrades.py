@@ -45,6 +45,15 @@ async def test_a_websocket_is_not_opened() -> None:
         assert (await wire.response()).status == 200
 
 
+async def test_http_1_0_can_ask_for_no_websocket() -> None:
+    async with Server.run() as server:
+        wire = await server.wire()
+        offer = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+        asked = request("GET", "/v1/responses", Sec_WebSocket_Key="x" * 22 + "==", **offer)
+        await wire.send(asked.replace(b"HTTP/1.1", b"HTTP/1.0"))
+        assert (await wire.response()).status == 405
+
+
 async def test_the_limits_of_heads_hold_for_a_client_that_offers_http2() -> None:
     async with Server.run(max_header_size=4096) as server:
         wire = await server.wire()
