@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, Field
 
+from ..schemas.base import not_above
 from .models import UrlPrefix, split_commas
 
 
@@ -26,7 +27,7 @@ class ImageSettings(BaseModel):
     max_pixels: int | None = Field(
         None, ge=1, description="Images with more pixels are reduced before the model sees them; by default as it says."
     )
-    min_pixels: int | None = Field(
+    min_pixels: Annotated[int | None, not_above("max_pixels")] = Field(
         None,
         ge=1,
         description="Images with fewer pixels are enlarged before the model sees them; by default as it says.",
@@ -38,11 +39,3 @@ class ImageSettings(BaseModel):
         "figures",
         description="Pages of PDFs that a model sees as images: those without text, those with figures too, or all.",
     )
-
-    @field_validator("min_pixels")
-    @classmethod
-    def _is_not_above(cls, value: int | None, info: ValidationInfo) -> int | None:
-        most = info.data.get("max_pixels")
-        if value is not None and most is not None and value > most:
-            raise ValueError(f"{value} is above max_pixels={most}; no image has so many and so few")
-        return value

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationInfo, field_validator
 
-from ..schemas.base import held_as
+from ..schemas.base import held_as, not_above
 from ..schemas.errors import ConfigurationError
 from .vision.reading import ANY, MOST_DECODED, ShownPages
 
@@ -76,7 +76,7 @@ class EngineConfig(BaseModel):
     fallback_backend: Annotated[str, Field(min_length=1)] | None = None
     allowed_plug_ins: tuple[str, ...] | None = None
     max_pixels: Annotated[int, Field(ge=1)] | None = None
-    min_pixels: Annotated[int, Field(ge=1)] | None = None
+    min_pixels: Annotated[Annotated[int, Field(ge=1)] | None, not_above("max_pixels")] = None
     max_decoded_pixels: Annotated[int, Field(ge=1, le=MOST_DECODED)] = ANY.decoded
     shown_pages: ShownPages = ANY.pages
     echo_rate: Annotated[float, Field(ge=0)] = 0.0
@@ -87,14 +87,6 @@ class EngineConfig(BaseModel):
         most = info.data.get("max_batch_size")
         if most is not None and value >= most:
             raise ValueError(f"{value} of max_batch_size={most} leaves no room for other requests; reserve fewer")
-        return value
-
-    @field_validator("min_pixels")
-    @classmethod
-    def _is_not_above(cls, value: int | None, info: ValidationInfo) -> int | None:
-        most = info.data.get("max_pixels")
-        if value is not None and most is not None and value > most:
-            raise ValueError(f"{value} is above max_pixels={most}; no image has so many and so few")
         return value
 
     def refuse(self, *names: str) -> None:

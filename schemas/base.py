@@ -5,7 +5,15 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetPydanticSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetPydanticSchema,
+    ValidationInfo,
+)
 from pydantic_core import CoreSchema
 
 from .integers import integral
@@ -35,6 +43,18 @@ class Record(Strict):
     """What one process publishes or stores for another; unknown fields, of a newer version, are ignored."""
 
     model_config = ConfigDict(extra="ignore")
+
+
+def not_above(other: str) -> AfterValidator:
+    """Refuses a value above that of the field `other`, which stands before this one; either may be None."""
+
+    def checked(value: int | None, info: ValidationInfo) -> int | None:
+        most = info.data.get(other)
+        if value is not None and most is not None and value > most:
+            raise ValueError(f"{value} is above {other}={most}; give a smaller one")
+        return value
+
+    return AfterValidator(checked)
 
 
 def held_as(kind: object) -> GetPydanticSchema:

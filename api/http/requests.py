@@ -125,17 +125,21 @@ async def read_as(make: Callable[[dict[str, Any]], Made], request: Request, sett
 
     Raises what `read_object` and `make` raise.
     """
-    raw = await read_body(request, settings.max_body_size, settings.body_timeout)
-    return _made(make, raw) if len(raw) <= LONG else await asyncio.to_thread(_made, make, raw)
+    return await made_of(make, await read_body(request, settings.max_body_size, settings.body_timeout))
 
 
-def _made(make: Callable[[dict[str, Any]], Made], raw: bytes) -> Made:
+async def made_of(make: Callable[[dict[str, Any]], Made], raw: bytes, what: str = "body") -> Made:
+    """The result of `make` for a JSON object; in a thread if it is long. Raises `InvalidRequest`, and as `make` does."""
+    return _made(make, raw, what) if len(raw) <= LONG else await asyncio.to_thread(_made, make, raw, what)
+
+
+def _made(make: Callable[[dict[str, Any]], Made], raw: bytes, what: str) -> Made:
     try:
         body = load_json(raw)
     except ValueError as error:
-        raise InvalidRequest(f"The body {error}", code="invalid_json") from None
+        raise InvalidRequest(f"The {what} {error}", code="invalid_json") from None
     if not isinstance(body, dict):
-        raise InvalidRequest("The body must be a JSON object.", code="invalid_type")
+        raise InvalidRequest(f"The {what} must be a JSON object.", code="invalid_type")
     return make(body)
 
 

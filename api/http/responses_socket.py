@@ -24,7 +24,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message
 
 from ...config.settings import Settings
-from ...schemas.bounds import LONG, load_json
+from ...schemas.bounds import LONG
 from ...schemas.errors import InvalidRequest, QuotaExceeded, Refusal
 from ...schemas.events import ErrorBody
 from ..render.openai import error_payload
@@ -33,7 +33,7 @@ from .answers import error_response
 from .kept_responses import KeptResponses
 from .middleware.ignored import HEADER
 from .middleware.upgrades import SOCKET_PATH
-from .requests import Gateway
+from .requests import Gateway, made_of
 
 log = structlog.get_logger(__name__)
 
@@ -100,7 +100,7 @@ class ResponsesSocket:
     async def _take(self, raw: bytes, workers: asyncio.TaskGroup) -> None:
         stream: str | None = None
         try:
-            message = await _read(raw)
+            message = await made_of(lambda message: message, raw, "message")
             if message.get("type") == "response.steer":
                 await self._send(_not_steered(message))
                 return
@@ -157,12 +157,7 @@ class ResponsesSocket:
             kind, data = _parts(block)
             if kind == b"error":
                 said = orjson.loads(data)
-                error = {
-                    "type": "server_error",
-                    "code": said["code"],
-                    "message": said["message"],
-                    "param": said["param"],
-                }
+                error = {"type": "server_error"} | {name: said[name] for name in ("code", "message", "param")}
                 event = {"type": "error", "error": error, "sequence_number": said["sequence_number"]}
                 await self._send(_in_lane(asked.stream, event))
             elif kind in _OF_RESPONSE:
@@ -194,9 +189,9 @@ class ResponsesSocket:
         head = response_head(f"resp_{uuid.uuid4().hex}", body, int(now), body["model"])
         head["previous_response_id"] = asked.follows or head["previous_response_id"]
         self._keep(asked, {**head, "output": []})
-        for number, status in enumerate(("in_progress", "completed")):
-            kind = ("response.created", "response.completed")[number]
-            event = {"type": kind, "response": response_at(head, [], [], [], status, at=now), "sequence_number": number}
+        for number, (kind, status) in enumerate((("created", "in_progress"), ("completed", "completed"))):
+            response = response_at(head, [], [], [], status, at=now)
+            event = {"type": f"response.{kind}", "response": response, "sequence_number": number}
             await self._send(_in_lane(asked.stream, event))
 
     def _keep(self, asked: _Asked, response: _Object) -> None:
@@ -279,17 +274,6 @@ class ResponsesSocket:
 
     async def _send(self, event: _Object) -> None:
         await self._socket.send_text(orjson.dumps(event).decode())
-
-
-async def _read(raw: bytes) -> _Object:
-    """Raises `InvalidRequest` for what is no JSON object."""
-    try:
-        message = load_json(raw) if len(raw) <= LONG else await asyncio.to_thread(load_json, raw)
-    except ValueError as error:
-        raise InvalidRequest(f"The message {error}", code="invalid_json") from None
-    if not isinstance(message, dict):
-        raise InvalidRequest("The message must be a JSON object.", code="invalid_type")
-    return message
 
 
 def _stream_of(message: _Object) -> str | None:

@@ -90,12 +90,6 @@ class GrammarCompiler:
         Raises `InvalidRequest` for a grammar that xgrammar refuses, that allows no answer at all, or that is too
         ambiguous to follow.
         """
-        tokens = self._tokenizer.vocabulary_size
-        if tokens > _MOST_COUNTING and longest_counted(grammar) > MAX_CHEAP_LENGTH:
-            raise refusal(
-                f"minLength and maxLength above {MAX_CHEAP_LENGTH} may come to {MAX_PATTERNS} characters together with "
-                f"this model's vocabulary of {tokens:,} tokens, each length counted once; leave some out"
-            )
         compiled = self._compiled(grammar)
         first = self._matcher(grammar, compiled, self._tokenizer.special_token_ids)
         if not first.mask().any():
@@ -113,6 +107,12 @@ class GrammarCompiler:
         return compiled
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        tokens = self._tokenizer.vocabulary_size
+        if tokens > _MOST_COUNTING and longest_counted(grammar) > MAX_CHEAP_LENGTH:
+            raise refusal(
+                f"minLength and maxLength above {MAX_CHEAP_LENGTH} may come to {MAX_PATTERNS} characters together with "
+                f"this model's vocabulary of {tokens:,} tokens, each length counted once; leave some out"
+            )
         compiler = self._compiler()
         try:
             match grammar.kind:
