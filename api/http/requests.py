@@ -129,7 +129,7 @@ async def read_as(make: Callable[[dict[str, Any]], Made], request: Request, sett
 
 
 async def made_of(make: Callable[[dict[str, Any]], Made], raw: bytes, what: str = "body") -> Made:
-    """The result of `make` for a JSON object; in a thread if it is long. Raises `InvalidRequest`, and as `make` does."""
+    """What `make` makes of a JSON object, in a thread if it is long. Raises `InvalidRequest`, and what `make` raises."""
     return _made(make, raw, what) if len(raw) <= LONG else await asyncio.to_thread(_made, make, raw, what)
 
 
