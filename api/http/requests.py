@@ -129,7 +129,7 @@ async def read_as(make: Callable[[dict[str, Any]], Made], request: Request, sett
 
 
 async def made_of(make: Callable[[dict[str, Any]], Made], raw: bytes, what: str = "body") -> Made:
-    """What `make` makes of a JSON object, in a thread if it is long. Raises `InvalidRequest`, and what `make` raises."""
+    """What `make` makes of a JSON object, in a thread if that is long. Raises as `make` does, and `InvalidRequest`."""
     return _made(make, raw, what) if len(raw) <= LONG else await asyncio.to_thread(_made, make, raw, what)
 
 

@@ -200,7 +200,9 @@ async def test_each_message_is_judged_like_a_request() -> None:
             ("[" * 200 + "]" * 200, "invalid_json"),
         ):
             await socket.send(text)
-            assert (await told(socket))["error"]["code"] == code
+            error = (await told(socket))["error"]
+            assert error["code"] == code
+            assert error["message"].startswith("The message ") is (code != "no_tools_stage")
         await socket.send('{"type": "response.create", "input": "x"}')
         refused = await told(socket)
         assert (refused["status"], refused["error"]["headers"]["retry-after"]) == (503, "2")
