@@ -31,6 +31,7 @@ ARROWS: dict[str, set[str]] = {
 ROOMS: dict[str, set[str]] = {
     "schemas": {"schemas.models", "schemas.openai"},
     "schemas.anthropic": {"schemas", "schemas.openai"},
+    "schemas.ollama": {"schemas", "schemas.openai"},
     "schemas.models": {"schemas.base", "schemas.errors", "schemas.jobs", "schemas.params"},
     "schemas.openai": {"schemas", "schemas.models"},
     "schemas.openai.responses": {"schemas", "schemas.openai"},
@@ -207,6 +208,7 @@ ROOMS: dict[str, set[str]] = {
         "api.http.console",
         "api.http.middleware",
         "api.http.models",
+        "api.http.ollama",
         "api.render",
         "api.tools",
     },
@@ -214,6 +216,7 @@ ROOMS: dict[str, set[str]] = {
     "api.http.console": {"api.http", "api.http.models"},
     "api.http.middleware": {"api.bridge", "api.http.answers"},
     "api.http.models": {"api.http", "api.http.anthropic"},
+    "api.http.ollama": {"api.http", "api.http.middleware", "api.http.models", "api.render"},
     "api.library": {"api.render", "api.tools"},
     "api.render": set(),
     "api.serve": set(),

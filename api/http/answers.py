@@ -35,6 +35,8 @@ def error_response(error: ErrorBody, request: str | None = None) -> Response:
 class EventStream(Response):
     """Sends a request's events as SSE. Subclasses render the events and say which of them refuse the request."""
 
+    MEDIA_TYPE = "text/event-stream"
+
     def __init__(self, reading: Reading | ResponseReading, *, keepalive: float, progress: Progress | None) -> None:
         super().__init__()
         self._reading = reading
@@ -85,7 +87,7 @@ class EventStream(Response):
         if error is not None:
             await error_response(error, self._reading.request)(scope, receive, send)
             return
-        await send(self._opening("text/event-stream", {"cache-control": "no-cache", "x-accel-buffering": "no"}))
+        await send(self._opening(self.MEDIA_TYPE, {"cache-control": "no-cache", "x-accel-buffering": "no"}))
         clock = asyncio.get_running_loop().time
         silent_until = clock() + self._keepalive
         while True:
@@ -97,7 +99,7 @@ class EventStream(Response):
                 return
             body = self._render(await self._reading.take(max(0.0, silent_until - clock())))
             if not body and not self._reading.ended and clock() >= silent_until:
-                body = self._comment("ping")  # so that proxies and clients do not time out
+                body = self._ping()  # so that proxies and clients do not time out
 
     def _render(self, events: list[Event]) -> bytes:
         # Of several positions in the queue, send only the newest.
@@ -108,10 +110,11 @@ class EventStream(Response):
             for chunk in self._chunks(event)
         )
 
-    def _comment(self, text: str) -> bytes:
+    def _ping(self) -> bytes:
+        """What is sent after a silence: a comment."""
         # The official client remembers the last id, as the standard says, but then takes a blank line after a comment
         # for a message without data, and fails. Without the blank line the comment belongs to the next message.
-        return f": {text}\n".encode() + (b"" if self._progress else b"\n")
+        return b": ping\n" + (b"" if self._progress else b"\n")
 
     def _identified(self, message: bytes) -> bytes:
         return message if self._progress is None else self._progress.identified(message)
@@ -191,6 +194,7 @@ class Answer(EventStream):
                 if isinstance(event, Accepted):
                     self._renderer.begin(event)
                 elif isinstance(event, Token):
+                    self._renderer.hear(event)
                     tokens.append(event)
                 elif error := error_of(event):
                     await error_response(error, self._reading.request)(scope, receive, send)

@@ -48,6 +48,7 @@ from .middleware.refused import RefusedBodies
 from .models.adapters import add_adapters
 from .models.catalogue import CatalogueRoutes
 from .models.states import ModelRoutes
+from .ollama.answers import add_ollama
 from .openapi import add_pages, complete
 from .paths import add_heads, advice, methods, without_slash
 from .pooled import add_pooled
@@ -112,6 +113,7 @@ def create_app(
 
     models = ModelRoutes(gateway, registry, preparers)
     models.add_to(app)
+    add_ollama(app, gateway, models)
     CatalogueRoutes(gateway).add_to(app)
     add_adapters(app, gateway)
     app.state.metrics = MetricsRoutes(gateway, family or FamilyMetrics(), models.status)

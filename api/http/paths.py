@@ -12,7 +12,7 @@ from starlette.routing import Match, Route
 
 _LONGEST = 300  # characters of a path whose meaning is looked for
 _AZURE = re.compile(r"(/openai|/v1)/deployments/.+")
-_OLLAMA = re.compile(r"/api/(chat|copy|create|delete|embed|embeddings|generate|ps|pull|push|show|tags|version)")
+_OLLAMA = re.compile(r"/api/(blobs/.+|copy|create|delete|push)")
 
 
 def add_heads(app: FastAPI) -> None:
@@ -45,7 +45,7 @@ def advice(request: Request) -> str:
     """What the client should do instead."""
     path = re.sub("/+", "/", request.url.path[:_LONGEST]).rstrip("/")
     if _OLLAMA.fullmatch(path):
-        return "Ollama's API is not offered; ask as OpenAI's clients do, with this server's URL and /v1 as base URL."
+        return "models are added, removed and swapped by an operator, with `penstock models`."
     if _AZURE.fullmatch(path):
         return "Azure's paths are not offered; use OpenAI's client in place of Azure's, with this server's URL and /v1."
     if path == "/v1":

@@ -9,11 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import orjson
-from pydantic_core import from_json, to_json
 
-from ...schemas.errors import GenerationFailed
 from ...schemas.events import Accepted, Done, FinishReason, Token, ToolCallDelta, Usage
-from .calls import join_calls
+from .calls import arguments_object, join_calls
 from .openai import Renderer, answered_by
 
 Piece = dict[str, Any]
@@ -88,7 +86,7 @@ class MessageRenderer(Renderer):
         if text := "".join(token.text for token in tokens):
             content.append({"type": "text", "text": text, **_UNCITED})
         calls = join_calls(tokens)
-        content += (_called(call, _input(call)) for call in calls)
+        content += (_called(call, arguments_object(call)) for call in calls)
         stop = next((token.stop_reason for token in tokens if isinstance(token.stop_reason, str)), None)
         ending = self._ending(done, stop, called=bool(calls))
         ending |= {"usage": _whole_usage(done.usage), **answered_by(done.fallback)}
@@ -139,18 +137,6 @@ def error_payload(status: int, message: str, request: str, code: str | None = No
     kind = _ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
     details = {"details": {"error_code": code, "unsupported": ["thread"]}} if code == THREAD else {}
     return {"type": "error", "error": {"type": kind, "message": message, **details}, "request_id": request}
-
-
-def _input(call: ToolCallDelta) -> orjson.Fragment:
-    """A call's input as the official client reads it from a stream: as much as is there of one that was cut off, with
-    numbers of any size."""
-    try:
-        found = from_json(call.arguments or "{}", allow_partial=True)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise GenerationFailed(f"The model called {call.name} with arguments that are not a JSON object; try again.")
-    return orjson.Fragment(to_json(found, inf_nan_mode="null"))
 
 
 def _called(call: ToolCallDelta, given: Piece | orjson.Fragment) -> Piece:

@@ -1,4 +1,5 @@
-"""Renders tool calls as OpenAI's chats do: of functions with arguments in JSON, of custom tools with a text."""
+"""Renders tool calls as OpenAI's chats do: of functions with arguments in JSON, of custom tools with a text. Other
+wires have the arguments as an object."""
 
 from __future__ import annotations
 
@@ -6,6 +7,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import orjson
+from pydantic_core import from_json, to_json
+
+from ...schemas.errors import GenerationFailed
 from ...schemas.events import Token, ToolCallDelta
 from ...schemas.openai.custom_tools import InputReader, input_of
 
@@ -41,6 +46,18 @@ def call_json(call: ToolCallDelta, *, is_custom: bool) -> dict[str, Any]:
     if is_custom:
         return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": input_of(call.arguments)}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def arguments_object(call: ToolCallDelta) -> orjson.Fragment:
+    """A call's arguments as Anthropic's client reads them from a stream: as much as is there of those that were cut
+    off, with numbers of any size. Raises `GenerationFailed` if they are no JSON object."""
+    try:
+        found = from_json(call.arguments or "{}", allow_partial=True)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise GenerationFailed(f"The model called {call.name} with arguments that are not a JSON object; try again.")
+    return orjson.Fragment(to_json(found, inf_nan_mode="null"))
 
 
 def join_calls(tokens: Iterable[Token]) -> list[ToolCallDelta]:

@@ -98,6 +98,9 @@ class Renderer:
         self._head["created"] = accepted.created
         self._accepted = accepted
 
+    def hear(self, token: Token) -> None:
+        """Hear of a token event as it comes, if `whole` will get all of them."""
+
     def chunks(self, token: Token) -> Iterator[bytes]:
         """The SSE messages of a token event; none for one without content, as of an incomplete character."""
         for part in self.apart(token):

@@ -40,12 +40,7 @@ class Embeddings(Renderer):
         return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
 
     def _vector(self, text: str) -> Any:
-        if self._encoded:
-            return text
-        import numpy as np  # which other answers do not need
-
-        # As float32, which needs fewer digits than the same number as a float.
-        return np.frombuffer(base64.b64decode(text), "<f4").astype(np.float32)
+        return text if self._encoded else vector(text)
 
 
 class Ranking(Renderer):
@@ -84,6 +79,13 @@ class ListedRanking(Ranking):
         if self._body.get("return_documents") is True:
             result["text"] = self._body["documents"][token.choice]
         return result
+
+
+def vector(text: str) -> Any:
+    """The numbers of an embedding, as float32, which needs fewer digits than the same number as a float."""
+    import numpy as np  # which other answers do not need
+
+    return np.frombuffer(base64.b64decode(text), "<f4").astype(np.float32)
 
 
 def _counted(done: Done) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class Infill:
         known = tokenizer.vocabulary
         self._form = next((form for form in _FORMS if known.keys() >= {*form.marks}), None)
         names = [*self._form.marks, *_ENDS] if self._form else []
+        self.is_known = self._form is not None
         self.end_ids = tuple(known[name] for name in names if name in known)
 
     def prompt(

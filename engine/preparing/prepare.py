@@ -91,7 +91,8 @@ class Preparer:
         self.tokenizer = tokenizer
         self._sight = sight
         self._infill = Infill(tokenizer)
-        self._form = choose_form(
+        self.fills_gaps = self._infill.is_known
+        self.form = choose_form(
             tokenizer.chat_template,
             tokenizer.vocabulary,
             tool_format=tool_format,
@@ -192,7 +193,7 @@ class Preparer:
     ) -> tuple[str, Form | None, bool]:
         """The prompt, how to read its answer, and whether one that `is_bound` by a grammar may begin with a thought."""
         check_messages(request.messages)
-        if tools and self._form.tool_format is None:
+        if tools and self.form.tool_format is None:
             raise InvalidRequest(
                 "This model's chat template takes no tools, or uses an unknown format; leave them out, or name the "
                 "format with --tool-format.",
@@ -205,10 +206,10 @@ class Preparer:
         options, render = self._options(request), self.tokenizer.render_chat
         text = render(messages, definitions, **options)
         form = Form(
-            tool_format=self._form.tool_format if tools else None,
-            reasoning_format=self._form.reasoning_format,
+            tool_format=self.form.tool_format if tools else None,
+            reasoning_format=self.form.reasoning_format,
             tools={tool.function.name: tool.function.parameters or {} for tool in tools},
-            thinking=ends_in_thought(text, self._form),
+            thinking=ends_in_thought(text, self.form),
             choice="auto" if choice == "none" else choice,
         )
         read = form.tool_format is not None or form.reasoning_format is not None
@@ -225,7 +226,7 @@ class Preparer:
                 f"{', '.join(taken)}: not for the chat template; leave it out.", param="chat_template_kwargs"
             )
         if (effort := request.reasoning_effort) is not None:
-            switch_thinking(options, effort, self.tokenizer.chat_template, self._form)
+            switch_thinking(options, effort, self.tokenizer.chat_template, self.form)
         last = request.messages[-1]
         continues = last.role == "assistant" and not last.tool_calls and bool(last.text.strip())
         if request.add_generation_prompt is not None:

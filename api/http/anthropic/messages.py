@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, TypeVar
 
-import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from ....config.settings import Settings
 from ....schemas.anthropic.messages import CountRequest, MessagesRequest
@@ -20,6 +19,7 @@ from ....schemas.jobs import Endpoint
 from ....schemas.openai.completions import parse_body, parse_request
 from ...render.anthropic import THREAD, MessageRenderer, error_payload, sse
 from ..answers import Answer
+from ..middleware.error_forms import ErrorForm
 from ..middleware.ignored import known_fields, name_ignored
 from ..openapi import STREAMED, body_of
 from ..requests import Gateway, open_request, read_as, size_of, tenant_of
@@ -97,40 +97,19 @@ def _read(kind: type[Asked], request: Request, settings: Settings, body: dict[st
     return asked
 
 
-class AnthropicErrors:
-    """ASGI middleware: gives every error of these paths Anthropic's form, and below /v1 all that its clients get."""
+class AnthropicErrors(ErrorForm):
+    """Gives every error of these paths Anthropic's form, and below /v1 all that its clients get."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+    def concerns(self, scope: Scope) -> bool:
+        path: str = scope["path"]
+        return path.startswith(PATH) or (path.startswith("/v1/") and VERSION in Headers(scope=scope))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not _is_anthropic(scope):
-            await self.app(scope, receive, send)
-            return
-        refused: Message | None = None
+    def complete(self, headers: MutableHeaders) -> None:
+        headers["request-id"] = headers["x-request-id"]
 
-        async def translated(message: Message) -> None:
-            nonlocal refused
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                headers["request-id"] = headers["x-request-id"]
-                if message["status"] >= 400 and headers.get("content-type") == "application/json":
-                    refused = message
-                    return
-            elif refused is not None:  # the body of an error is one message
-                headers, status = MutableHeaders(scope=refused), refused["status"]
-                error = orjson.loads(message["body"])["error"]
-                fault = in_message(error["message"], error.get("param"))
-                payload = error_payload(status, fault, headers["request-id"], error["code"])
-                message = {**message, "body": orjson.dumps(payload)}
-                headers["content-length"] = str(len(message["body"]))
-                await send({**refused, "status": 529 if status == 503 else status})
-                refused = None
-            await send(message)
+    def payload(self, scope: Scope, status: int, error: dict[str, Any], headers: MutableHeaders) -> dict[str, Any]:
+        fault = in_message(error["message"], error.get("param"))
+        return error_payload(status, fault, headers["request-id"], error["code"])
 
-        await self.app(scope, receive, translated)
-
-
-def _is_anthropic(scope: Scope) -> bool:
-    path: str = scope["path"]
-    return path.startswith(PATH) or (path.startswith("/v1/") and VERSION in Headers(scope=scope))
+    def status(self, status: int) -> int:
+        return 529 if status == 503 else status

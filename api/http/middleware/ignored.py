@@ -24,15 +24,18 @@ MAX_NAME = 64  # characters of each name
 log = structlog.get_logger(__name__)
 
 
-def known_fields(body: dict[str, Any], kind: type[Body], request: Request, settings: Settings) -> dict[str, Any]:
-    """`body` without the fields that `kind` lacks; the response to `request` names those.
+def known_fields(
+    body: dict[str, Any], kind: type[Body], request: Request, settings: Settings, *, within: str = ""
+) -> dict[str, Any]:
+    """`body` without the fields that `kind` lacks; the response to `request` names those, by paths that begin with
+    `within`.
 
     With the setting `strict`, `body` itself: the later check of all its fields refuses unknown ones.
     """
     if settings.strict:
         return body
     known = kind.field_names()
-    name_ignored(request, [name for name in body if name not in known])
+    name_ignored(request, [f"{within}{name}" for name in body if name not in known])
     return {name: value for name, value in body.items() if name in known}
 
 

@@ -137,19 +137,35 @@ class ModelRoutes:
         waiting = await waiting_in_lanes(self._gateway.broker, lanes_of(card.name, card.revision))
         return sum(waiting.values())
 
+    async def ready(self) -> set[str]:
+        """The names of the models that are loaded."""
+        states = await self._states()
+        cards = self._registry.models.values()
+        return {card.name for card in cards if self._wire(card, states)["value"] == "loaded"}
+
     async def load(self, request: Request) -> Any:
         """Load a model before it is asked for."""
-        key = await self._key(request)
-        await self._change(key, partial(_requested, now=self._gateway.broker.now()))
+        check_admin(request)
+        await self.load_named(request, (await read_parsed(ModelRequest, request, self._gateway.settings)).model)
         return {"success": True}
+
+    async def load_named(self, request: Request, name: str) -> None:
+        """Load a model that stays loaded until it is idle. Raises as `unload_named` does."""
+        key = await self._key(request, name)
+        await self._change(key, partial(_requested, now=self._gateway.broker.now()))
 
     async def unload(self, request: Request) -> Any:
         """Unload a model once it has finished what it runs; what waits for it then loads it again."""
-        key = await self._key(request)
+        check_admin(request)
+        await self.unload_named(request, (await read_parsed(ModelRequest, request, self._gateway.settings)).model)
+        return {"success": True}
+
+    async def unload_named(self, request: Request, name: str) -> None:
+        """Unload a model. Raises `Forbidden`, `Conflict`, and `InvalidRequest` or `ModelNotFound`."""
+        key = await self._key(request, name)
         replicas = [each for each in await (await self._store()).states() if each.first == key and each != key]
         for each in (key, *replicas):
             await self._change(each, partial(_unwanted, now=self._gateway.broker.now()))
-        return {"success": True}
 
     async def news(self, request: Request) -> StreamingResponse:
         """The state of each model as SSE, and then every change."""
@@ -252,14 +268,13 @@ class ModelRoutes:
             return "ready"
         return "loading" if self._gateway.bridge.loads.is_loading(card.name, card.revision) else "unloaded"
 
-    async def _key(self, request: Request) -> RevisionKey:
+    async def _key(self, request: Request, name: str) -> RevisionKey:
         """The model that an operator's request names. Raises `Forbidden`, and `InvalidRequest` or `ModelNotFound`."""
         check_admin(request)
-        asked = await read_parsed(ModelRequest, request, self._gateway.settings)
         with contextlib.suppress(ModelNotFound):  # what was just added may not have been announced
-            entry = (await (await self._store()).read()).find(asked.model)
+            entry = (await (await self._store()).read()).find(name)
             return RevisionKey(entry.name, entry.revision)
-        card = await self._preparers.card(asked.model)
+        card = await self._preparers.card(name)
         if not card.catalogued:
             raise not_catalogued(card.name)
         return RevisionKey(card.name, card.revision)

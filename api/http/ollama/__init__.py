@@ -1,0 +1,1 @@
+"""Ollama's API: chats, completions, embeddings, and the models that can be asked for."""

@@ -1,0 +1,1 @@
+"""The bodies of Ollama's API, and the requests that mean the same."""
