@@ -99,10 +99,14 @@ class Keys:
         return self._read.get(digest) or self._given.get(digest)
 
     def owner(self, headers: Mapping[str, str]) -> ApiKey:
-        """Whose request has these headers, by lower-case names: `authorization: Bearer KEY`, or the `x-api-key` of
-        Anthropic's clients. Raises `Unauthorized`."""
+        """Whose request has these headers, by lower-case names: `authorization: Bearer KEY`, the `x-api-key` of
+        Anthropic's clients, or the `api-key` of Azure's. Raises `Unauthorized`."""
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        given = [bearer.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+        given = [
+            bearer.strip() if scheme.lower() == "bearer" else "",
+            headers.get("x-api-key", ""),
+            headers.get("api-key", ""),
+        ]
         for key in filter(None, given):
             if (owner := self.find(key)) is not None:
                 return owner

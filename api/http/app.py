@@ -39,6 +39,7 @@ from .files import add_files
 from .generate import add_generate
 from .metrics import MetricsRoutes
 from .middleware.access import AccessLog, note
+from .middleware.azure import AzurePaths
 from .middleware.browsers import Browsers, SharedOrigins
 from .middleware.failures import Failures
 from .middleware.ignored import HEADER, Ignored
@@ -157,6 +158,7 @@ def _add_middleware(app: FastAPI, settings: Settings, bridge: Bridge) -> None:
     if settings.cors_origins:
         app.add_middleware(SharedOrigins, origins=settings.cors_origins, exposed=EXPOSED)
     app.add_middleware(_Heads, bridge=bridge)
+    app.add_middleware(AzurePaths)
     app.add_middleware(Ignored)
     app.add_middleware(AccessLog, lines=settings.access_log)
     complete(app, keys=keys)

@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import Match, Route
 
 _LONGEST = 300  # characters of a path whose meaning is looked for
-_AZURE = re.compile(r"(/openai|/v1)/deployments/.+")
+_AZURE = re.compile(r"/v1/deployments/.+")
 _OLLAMA = re.compile(r"/api/(blobs/.+|copy|create|delete|push)")
 
 
@@ -47,7 +47,7 @@ def advice(request: Request) -> str:
     if _OLLAMA.fullmatch(path):
         return "models are added, removed and swapped by an operator, with `penstock models`."
     if _AZURE.fullmatch(path):
-        return "Azure's paths are not offered; use OpenAI's client in place of Azure's, with this server's URL and /v1."
+        return "deployments have chat/completions, completions and embeddings, below /openai/deployments/MODEL/."
     if path == "/v1":
         return "it is a base URL, and /v1/models one of the paths below it; see /docs for the list."
     starts = [slash.start() for slash in re.finditer("/", path) if _is_base(request, path[: slash.start()])]

@@ -33,6 +33,7 @@ from ..bridge.idempotency import open_once
 from ..bridge.reading import Reading
 from ..bridge.resume import Progress, invalid_event_id
 from .middleware.access import note
+from .middleware.azure import DEPLOYMENT
 from .middleware.headers import check_single, flag
 from .middleware.ignored import known_fields, name_ignored
 from .preparers import Preparers
@@ -179,7 +180,8 @@ async def open_request(
 ) -> Opened:
     """Publish a job for `body`, or follow the request that the headers name; ids begin with `prefix`.
 
-    `body` gets the name of the only model where it names none, and loses a `keep_alive` that is ignored.
+    `body` gets the model that Azure's client has in the path, or the name of the only model where it names none, and
+    loses a `keep_alive` that is ignored.
     `kept`: the request continues if its client disconnects.
 
     Raises what `Bridge.open`, `Bridge.follow` and `open_once` raise, `InvalidRequest` for a header, and `Forbidden` for
@@ -199,6 +201,8 @@ async def _opened(
     request: Request, gateway: Gateway, endpoint: JobEndpoint, body: dict[str, Any], prefix: str, kept: bool
 ) -> Opened:
     caller = caller_of(request)
+    if (deployment := getattr(request.state, DEPLOYMENT, None)) is not None:
+        body["model"] = deployment
     if dropped := await complete_body(gateway.registry, body, caller):
         name_ignored(request, dropped)
     headers, bridge, tenant = request.headers, gateway.bridge, tenant_of(request)

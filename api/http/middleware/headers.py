@@ -8,7 +8,7 @@ from starlette.datastructures import Headers
 
 from ....schemas.errors import InvalidRequest
 
-KEYS = ("Authorization", "X-Api-Key")  # that may hold an API key
+KEYS = ("Authorization", "X-Api-Key", "Api-Key")  # that may hold an API key
 
 
 def check_single(headers: Headers, names: Iterable[str]) -> None:
