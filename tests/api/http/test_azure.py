@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -12,7 +13,7 @@ from serving import Served
 
 from penstock.api.http.middleware.azure import openai_path
 
-HELLO = [{"role": "user", "content": "Hello"}]
+HELLO: Any = [{"role": "user", "content": "Hello"}]
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def test_the_client_asks_as_openais_does(client: openai.AzureOpenAI, echo_server
     with openai.OpenAI(base_url=f"{echo_server.url}/v1", api_key="none") as plain:
         expected = plain.chat.completions.create(model="echo", messages=HELLO).choices[0].message.content
     assert client.chat.completions.create(model="echo", messages=HELLO).choices[0].message.content == expected
-    stream = client.chat.completions.create(model="echo", messages=HELLO, stream=True)
+    stream: Any = client.chat.completions.create(model="echo", messages=HELLO, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == expected
     assert client.completions.create(model="echo", prompt="Hi").choices[0].text == "Hi"
     assert client.responses.create(model="echo", input="Hello", store=False).output_text == expected
