@@ -2,24 +2,24 @@
 
     python deploy/tiny_model.py DIR [--shape llama|qwen3|gemma2|gpt_oss|…] [--vocab 512] [--seed 0]
 
-It has a real byte-level BPE tokenizer, trained on the standard library's own documentation, and a ChatML template. The
-same arguments and versions give the same bytes. It says nothing sensible; it is for trying out and testing a server.
+It has a real byte-level BPE tokenizer, whose merges were learnt from documentation of Python, and a ChatML template.
+The same arguments and versions of libraries give the same bytes. It says nothing sensible; it is for trying out and
+testing a server.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import inspect
-import pydoc_data.topics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+MERGES = Path(__file__).with_name("tiny_model_merges.txt")  # the first learnt first
 CONTEXT_LENGTH = 2048
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
@@ -318,7 +318,7 @@ def make_tokenizer(vocabulary_size: int) -> PreTrainedTokenizerFast:
 
     library: Any = transformers
     fast: PreTrainedTokenizerFast = library.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_train_tokenizer(vocabulary_size)),
+        tokenizer_object=Tokenizer.from_str(_tokenizer(vocabulary_size)),
         eos_token=SPECIAL_TOKENS[0],
         pad_token=SPECIAL_TOKENS[0],
         additional_special_tokens=list(SPECIAL_TOKENS[1:]),
@@ -329,34 +329,30 @@ def make_tokenizer(vocabulary_size: int) -> PreTrainedTokenizerFast:
 
 
 @functools.cache
-def _train_tokenizer(vocabulary_size: int) -> str:
-    """As the contents of its file. That takes longer than all else, and whoever makes many models needs it once."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+def _tokenizer(vocabulary_size: int) -> str:
+    """As the contents of its file."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    tokenizer = Tokenizer(models.BPE())
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    num_merges = vocabulary_size - len(SPECIAL_TOKENS) - len(alphabet)
+    lines = MERGES.read_text(encoding="utf-8").splitlines()
+    if not 0 <= num_merges <= len(lines):
+        least = vocabulary_size - num_merges
+        raise ValueError(f"a vocabulary has from {least} to {least + len(lines)} entries, not {vocabulary_size}")
+    merges = [(left, right) for left, right in (line.split(" ") for line in lines[:num_merges])]
+    entries = [*SPECIAL_TOKENS, *alphabet, *(left + right for left, right in merges)]
+    tokenizer = Tokenizer(models.BPE({entry: index for index, entry in enumerate(entries)}, merges))
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary_size,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_texts(), trainer)
     return tokenizer.to_str()
-
-
-def _texts() -> Iterator[str]:
-    for _, topic in sorted(pydoc_data.topics.topics.items()):
-        yield topic
-    yield inspect.getsource(argparse)
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama")
-    parser.add_argument("--vocab", type=int, default=512, help="entries of the vocabulary, at least 260")
+    parser.add_argument("--vocab", type=int, default=512, help="entries of the vocabulary, 259 to 512")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     make_tiny_model(options.directory, options.shape, options.seed, options.vocab)
