@@ -22,6 +22,8 @@ from ..bridge.resume import Progress, invalid_event_id
 from ..render.openai import Renderer, error_message, error_payload
 
 FOR_EVER = 1e9  # seconds
+# For a stream: nginx buffers it otherwise, and what compresses on the way may hold it back until its end.
+AS_IT_COMES = {"cache-control": "no-cache, no-transform", "x-accel-buffering": "no"}
 
 
 def error_response(error: ErrorBody, request: str | None = None) -> Response:
@@ -87,7 +89,7 @@ class EventStream(Response):
         if error is not None:
             await error_response(error, self._reading.request)(scope, receive, send)
             return
-        await send(self._opening(self.MEDIA_TYPE, {"cache-control": "no-cache", "x-accel-buffering": "no"}))
+        await send(self._opening(self.MEDIA_TYPE, AS_IT_COMES))
         clock = asyncio.get_running_loop().time
         silent_until = clock() + self._keepalive
         while True:

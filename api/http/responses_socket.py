@@ -155,6 +155,8 @@ class ResponsesSocket:
 
         async def told(block: bytes) -> None:
             kind, data = _parts(block)
+            if not data:
+                return  # what keeps a stream open; here pings do
             if kind == b"error":
                 said = orjson.loads(data)
                 error = {"type": "server_error"} | {name: said[name] for name in ("code", "message", "param")}
@@ -164,7 +166,7 @@ class ResponsesSocket:
                 await self._send(_in_lane(asked.stream, self._about(asked, orjson.loads(data), opening)))
             elif asked.stream is None:
                 await self._socket.send_text(data.decode())
-            elif data:
+            else:
                 await self._send(_in_lane(asked.stream, orjson.loads(data)))
 
         await self._ask(asked, "", {**asked.body, "stream": True}, opened, told)

@@ -65,6 +65,7 @@ async def serve_http(
             ws="none",  # `Connection` opens them
             ws_max_size=settings.max_body_size,
             ws_per_message_deflate=False,
+            ws_ping_interval=settings.keepalive_interval,
             timeout_graceful_shutdown=5,
             timeout_keep_alive=cast(int, settings.idle_timeout),
         )

@@ -162,7 +162,8 @@ def test_half_an_answer_is_not_whole_behind_nginx_with_its_defaults(served: Serv
 @pytest.fixture
 def staying(tmp_path: Path) -> Iterator[Served]:
     """Another server, behind the same proxy."""
-    with serving(tmp_path / "staying", "--backend", "echo", "--cors-origins", f"https://{HOST}") as served:
+    arguments = ("--backend", "echo", "--echo-rate", "20", "--cors-origins", f"https://{HOST}")
+    with serving(tmp_path / "staying", *arguments) as served:
         yield served
 
 
@@ -198,5 +199,8 @@ def test_a_bridge_behind_haproxy_stops_without_a_failed_request(serve: Serve, st
                         assert stream.status_code == 200, stream.read()
                         assert _text(stream.iter_lines()) == "Once"
                 assert client.get("/v1/models").status_code == 200
+                with pytest.raises(httpx2.ReadTimeout):
+                    client.post("/v1/completions", json={**body, "prompt": "x" * 2000, "stream": False}, timeout=1)
+                until(lambda: "disconnected=True" in staying.process.output)
         finally:
             haproxy.terminate()

@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
 from ....schemas.wire.merge_patch import Document, merge_patch
+from ..answers import AS_IT_COMES
 from ..metrics import MetricsRoutes
 from ..models.catalogue import check_admin, is_admin_still
 from ..openapi import STREAMED, refusals
@@ -34,7 +35,7 @@ class EventRoutes:
         """The state of the pipeline, requests, models, workers and dead letters as SSE: whole once (`snapshot`), then
         twice a second what has changed (`delta`, a JSON merge patch)."""
         check_admin(request)
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        headers = AS_IT_COMES | {"cache-control": "no-store, no-transform"}
         return StreamingResponse(self._events(request), media_type="text/event-stream", headers=headers)
 
     async def _events(self, request: Request) -> AsyncIterator[bytes]:

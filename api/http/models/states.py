@@ -32,6 +32,7 @@ from ....streams.outages import outage_logged
 from ....streams.stores.catalogue import CatalogueStore
 from ....streams.stores.registry import Registry
 from ....streams.topology import lanes_of
+from ..answers import AS_IT_COMES
 from ..anthropic.lists import MAX_LISTED, VERSION, model_info, page
 from ..openapi import STREAMED, body_of, refusals
 from ..preparers import Preparers
@@ -169,7 +170,7 @@ class ModelRoutes:
 
     async def news(self, request: Request) -> StreamingResponse:
         """The state of each model as SSE, and then every change."""
-        return StreamingResponse(self._news(request), media_type="text/event-stream")
+        return StreamingResponse(self._news(request), media_type="text/event-stream", headers=AS_IT_COMES)
 
     async def _news(self, request: Request) -> AsyncIterator[bytes]:
         told: dict[str, Any] = {}

@@ -335,7 +335,7 @@ async def test_a_client_that_answers_no_ping_is_not_waited_for(monkeypatch: pyte
     from uvicorn import Config
 
     monkeypatch.setattr(Config, "__init__", _impatient(Config.__init__))
-    async with Server.run() as server:
+    async with Server.run(keepalive_interval=0.05) as server:
         wire = await server.wire()
         offer = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
         await wire.send(request("GET", "/v1/responses", Sec_WebSocket_Key="x" * 22 + "==", **offer))
@@ -345,7 +345,7 @@ async def test_a_client_that_answers_no_ping_is_not_waited_for(monkeypatch: pyte
 
 def _impatient(init: Any) -> Any:
     def changed(config: Any, *given: Any, **named: Any) -> None:
-        init(config, *given, **named, ws_ping_interval=0.05, ws_ping_timeout=0.05)
+        init(config, *given, **named, ws_ping_timeout=0.05)
 
     return changed
 

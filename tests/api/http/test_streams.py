@@ -14,6 +14,7 @@ from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 from serving import Serve, Served, Start
 from setting_up import set_up_now
+from websockets.sync.client import connect
 
 BODY = {"model": "echo", "prompt": "abc " * 100, "max_tokens": 400, "ignore_eos": True}
 
@@ -67,6 +68,12 @@ def test_a_silent_stream_is_kept_alive(serve: Serve) -> None:
     with httpx2.stream("POST", f"{served.url}/v1/completions", json=BODY | {"stream": True}, timeout=60) as response:
         assert response.status_code == 200
         assert next(line for line in response.iter_lines() if line.startswith(":")) == ": ping"
+        assert "no-transform" in response.headers["cache-control"]
+    with connect(f"{served.url.replace('http', 'ws')}/v1/responses", proxy=None) as socket:
+        asked = {"type": "response.create", "model": "echo", "input": "a b", "max_output_tokens": 2}
+        socket.send(json.dumps(asked))
+        last = next(event for event in map(json.loads, socket) if event["type"] == "response.incomplete")
+    assert last["response"]["output"]
 
 
 def test_readiness_says_what_is_missing(start: Start, serve: Serve) -> None:
