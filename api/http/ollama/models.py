@@ -143,8 +143,7 @@ def _parameters(defaults: dict[str, Any]) -> Iterator[str]:
     """Lines of a Modelfile."""
     for name, value in defaults.items():
         for each in value if isinstance(value, list) else [value]:
-            said = f'"{each}"' if isinstance(each, str) else each
-            yield f"{called_here(name)} {said}"
+            yield f"{called_here(name)} {orjson.dumps(each).decode()}"
 
 
 def _details(card: ModelCard) -> dict[str, Any]:

@@ -369,3 +369,14 @@ async def test_a_chat_without_messages_loads_and_unloads() -> None:
             response = await ask(script.app, "POST", "/api/chat", {"model": "m", "keep_alive": keep_alive})
             assert orjson.loads(response.body)["done_reason"] == done[-1][0]
     assert done == [("load", "m"), ("unload", "m")]
+
+
+async def test_defaults_are_shown_as_a_modelfile_has_them() -> None:
+    script = await Script.start()
+    defaults = {"repetition_penalty": 1.1, "stop": ["a", '"']}
+    card = ModelCard(
+        name="m", source="m", backend="sentence_transformers", context_length=9, created=7, defaults=defaults
+    )
+    script.registry.models = {"m": card}
+    shown = orjson.loads((await ask(script.app, "POST", "/api/show", {"model": "m"})).body)
+    assert shown["parameters"].splitlines() == ["repeat_penalty 1.1", 'stop "a"', 'stop "\\""']
