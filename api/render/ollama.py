@@ -58,6 +58,7 @@ class LineRenderer(Renderer):
         self._is_chat = is_chat
         self._timer = timer
         self._call: ToolCallDelta | None = None  # the one whose arguments are coming; set by chunks
+        self._broken = False  # set by chunks and end, once an error was the last line
 
     def begin(self, accepted: Accepted) -> None:
         pass  # the head of OpenAI's chunks
@@ -66,6 +67,8 @@ class LineRenderer(Renderer):
         self._timer.token()
 
     def chunks(self, token: Token) -> Iterator[bytes]:
+        if self._broken:
+            return
         self._timer.token()
         if token.reasoning:
             yield line(self._piece({"thinking": token.reasoning}, ()))
@@ -80,7 +83,7 @@ class LineRenderer(Renderer):
 
     def end(self, done: Done) -> Iterator[bytes]:
         yield from self._called()
-        yield line(self._whole({}, (), done))
+        yield b"" if self._broken else line(self._whole({}, (), done))
 
     def whole(self, tokens: list[Token], done: Done) -> bytes:
         """Raises `GenerationFailed` for a call whose arguments are no JSON object."""
@@ -103,11 +106,12 @@ class LineRenderer(Renderer):
 
     def _called(self) -> Iterator[bytes]:
         """The line of the call that is complete now, if there is one."""
-        if (call := self._call) is not None:
+        if (call := self._call) is not None and not self._broken:
             self._call = None
             try:
                 yield line(self._piece({"tool_calls": [_call(call)]}, ()))
             except GenerationFailed as error:
+                self._broken = True
                 yield error_line(str(error))
 
     def _piece(self, said: Piece, logprobs: Sequence[TokenLogprob]) -> Piece:

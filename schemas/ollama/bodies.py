@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
-import orjson
 from pydantic import BeforeValidator, Field
 
 from ..errors import InvalidRequest
 from ..jobs import Endpoint, Priority
-from ..openai.body import Body, ModelName, OpenBody, Unsupported
+from ..openai.body import Body, ModelName, Unsupported
 from ..openai.chat import MOST_MESSAGES
 from ..openai.completions import KeepAlive
 from .options import Options
+from .turns import ChatMessage, chat_messages, chat_tool
 
 _THINKS = {"enable_thinking": True, "thinking": True}  # the names of the switch in chat templates
 _SAME = {"model", "keep_alive", "priority", "timeout"}
@@ -36,41 +36,35 @@ def _is_format(value: object) -> object:
     raise ValueError('must be "json" or a JSON Schema')
 
 
+def _is_input(value: object) -> object:
+    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value)):
+        return value
+    raise ValueError("must be a string or a list of strings")
+
+
+def _missing(value: object) -> object:
+    return None if value == "" else value  # Ollama's own client sends what it leaves out
+
+
 Think = Annotated[bool | str | None, BeforeValidator(_is_effort)]
 Format = Annotated[dict[str, Any] | str | None, BeforeValidator(_is_format)]
-
-
-class CalledFunction(OpenBody):
-    name: Annotated[str, Field(min_length=1)]
-    arguments: dict[str, Any] | str = Field(default_factory=dict)
-
-
-class Call(OpenBody):
-    function: CalledFunction
-    id: str | None = None
-
-
-class ChatMessage(OpenBody):
-    """`images` are in base64. A tool's message answers the call that `tool_call_id` names, or else the first one
-    that has no answer yet, of the tool `tool_name` if that is given."""
-
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str | None = None
-    thinking: str | None = None
-    images: list[str] | None = None
-    tool_calls: list[Call] | None = None
-    tool_name: str | None = None
-    tool_call_id: str | None = None
 
 
 class ModelRequest(Body):
     """Names a model. `model` was once called `name`."""
 
-    model: ModelName | None = None
-    name: ModelName | None = None
+    unsupported: ClassVar[Mapping[str, Unsupported]] = MappingProxyType(
+        {"system": Unsupported((None, "")), "template": Unsupported((None, "")), "options": Unsupported((None, {}))}
+    )
+
+    model: Annotated[ModelName | None, BeforeValidator(_missing)] = None
+    name: Annotated[ModelName | None, BeforeValidator(_missing)] = None
     stream: bool | None = None
     verbose: Any = None  # the answer is always whole
-    insecure: Any = None  # nothing is downloaded
+    # Nothing is downloaded.
+    insecure: Any = None
+    username: Any = None
+    password: Any = None
 
     @property
     def named(self) -> str:
@@ -156,7 +150,7 @@ class _Answered(OllamaRequest):
 class ChatRequest(_Answered):
     """Body of `/api/chat`."""
 
-    messages: Annotated[list[ChatMessage], Field(max_length=MOST_MESSAGES)] = Field(default_factory=list)
+    messages: Annotated[list[ChatMessage] | None, Field(max_length=MOST_MESSAGES)] = None
     tools: list[dict[str, Any]] | None = None
 
     @property
@@ -169,9 +163,9 @@ class ChatRequest(_Answered):
 
     def body(self) -> dict[str, Any]:
         """Raises `InvalidRequest` for a tool's message without a call."""
-        body = super().body() | self._of_chat() | {"messages": _chat_messages(self.messages)}
+        body = super().body() | self._of_chat() | {"messages": chat_messages(self.messages or [])}
         if self.tools:
-            body["tools"] = [{"type": "function", **tool} for tool in self.tools]
+            body["tools"] = list(map(chat_tool, self.tools))
         return body
 
 
@@ -208,7 +202,7 @@ class GenerateRequest(_Answered):
             turns = [ChatMessage(role="user", content=self.prompt, images=self.images)]
             if self.system:
                 turns.insert(0, ChatMessage(role="system", content=self.system))
-            return super().body() | self._of_chat() | {"messages": _chat_messages(turns)}
+            return super().body() | self._of_chat() | {"messages": chat_messages(turns)}
         for name in ("system", "images", "think"):
             if getattr(self, name):
                 fault = f"{name} cannot be combined with {'raw' if self.raw else 'suffix'}; leave one of them out."
@@ -218,10 +212,29 @@ class GenerateRequest(_Answered):
         return body | ({"logprobs": self.top_logprobs or 0} if self.logprobs else {})
 
 
-class EmbedRequest(OllamaRequest):
+class _Embedded(OllamaRequest):
+    """A request for vectors. What embeds is never unloaded, so `keep_alive` has no effect."""
+
+    @property
+    def without_effect(self) -> Iterator[str]:
+        yield from super().without_effect
+        if self.keep_alive is not None:
+            yield "keep_alive"
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return "/v1/embeddings"
+
+    def body(self) -> dict[str, Any]:
+        body = super().body() | {"encoding_format": "float"}
+        body.pop("keep_alive", None)
+        return body
+
+
+class EmbedRequest(_Embedded):
     """Body of `/api/embed`."""
 
-    input: str | list[str]
+    input: Annotated[str | list[str], BeforeValidator(_is_input)]
     truncate: bool | None = None  # without effect: an input that does not fit is refused
     dimensions: int | None = None
 
@@ -231,70 +244,15 @@ class EmbedRequest(OllamaRequest):
         if self.truncate:
             yield "truncate"
 
-    @property
-    def endpoint(self) -> Endpoint:
-        return "/v1/embeddings"
-
     def body(self) -> dict[str, Any]:
-        body = super().body() | {"input": self.input, "encoding_format": "float"}
-        body.pop("keep_alive", None)  # what embeds is never unloaded
+        body = super().body() | {"input": self.input}
         return body | ({"dimensions": self.dimensions} if self.dimensions else {})
 
 
-class EmbeddingsRequest(OllamaRequest):
+class EmbeddingsRequest(_Embedded):
     """Body of `/api/embeddings`, which `/api/embed` has replaced."""
 
     prompt: str
 
-    @property
-    def endpoint(self) -> Endpoint:
-        return "/v1/embeddings"
-
     def body(self) -> dict[str, Any]:
-        body = super().body() | {"input": self.prompt, "encoding_format": "float"}
-        body.pop("keep_alive", None)
-        return body
-
-
-def _chat_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Each message as one of a chat request; calls get ids, by which the answers of tools name them."""
-    chat: list[dict[str, Any]] = []
-    waiting: dict[str, str] = {}  # id → name of the tool, of calls without an answer
-    for index, message in enumerate(messages):
-        turn: dict[str, Any] = {"role": message.role, "content": message.content or ""}
-        if message.images:
-            shown = [{"type": "image_url", "image_url": {"url": _url(image)}} for image in message.images]
-            said = [{"type": "text", "text": message.content}] if message.content else []
-            turn["content"] = [*shown, *said]
-        if message.thinking:
-            turn["reasoning"] = message.thinking
-        if message.tool_calls:
-            calls = {call.id or f"call_{index}_{number}": call for number, call in enumerate(message.tool_calls)}
-            waiting |= {id: call.function.name for id, call in calls.items()}
-            turn["tool_calls"] = [_call(id, call.function) for id, call in calls.items()]
-        if message.role == "tool":
-            turn["tool_call_id"] = id = _answered(message, waiting, f"messages[{index}]")
-            waiting.pop(id, None)
-        chat.append(turn)
-    return chat
-
-
-def _answered(message: ChatMessage, waiting: Mapping[str, str], path: str) -> str:
-    """The id of the call that a tool's message answers. Raises `InvalidRequest` if there is none."""
-    if message.tool_call_id:
-        return message.tool_call_id
-    for id, name in waiting.items():
-        if message.tool_name in (None, name):
-            return id
-    what = f"a call of {message.tool_name!r}" if message.tool_name else "a call"
-    raise InvalidRequest(f"{path}: before this tool's message there must be {what} without an answer.", param=path)
-
-
-def _call(id: str, function: CalledFunction) -> dict[str, Any]:
-    given = function.arguments
-    arguments = given if isinstance(given, str) else orjson.dumps(given).decode()
-    return {"id": id, "type": "function", "function": {"name": function.name, "arguments": arguments}}
-
-
-def _url(image: str) -> str:
-    return image if image.startswith("data:") else f"data:;base64,{image}"
+        return super().body() | {"input": self.prompt}

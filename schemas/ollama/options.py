@@ -11,8 +11,8 @@ from ..openai.body import Body
 from ..openai.completions import Stop
 
 _PARAMETERS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}  # called otherwise in chats
-_ACT = {"temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"}
-_ACT |= _PARAMETERS.keys()
+ACT = {"temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"}
+ACT |= _PARAMETERS.keys()
 
 
 def _unlimited(value: int | None) -> int | None:
@@ -76,7 +76,7 @@ class Options(Body):
     @property
     def parameters(self) -> dict[str, Any]:
         """Those that act, by their names in OpenAI's requests."""
-        given = self.model_dump(include=_ACT, exclude_none=True)
+        given = self.model_dump(include=ACT, exclude_none=True)
         return {_PARAMETERS.get(name, name): value for name, value in given.items()}
 
     @property
@@ -86,8 +86,6 @@ class Options(Body):
                 yield f"options.{name}"
 
 
-def name_here(parameter: str) -> str:
-    """The path of the option that is called so in OpenAI's requests; the parameter itself, if none is."""
-    names = {ours: theirs for theirs, ours in _PARAMETERS.items()}
-    option = names.get(parameter, parameter)
-    return f"options.{option}" if option in _ACT else parameter
+def called_here(parameter: str) -> str:
+    """What Ollama calls a parameter of OpenAI's requests."""
+    return next((theirs for theirs, ours in _PARAMETERS.items() if ours == parameter), parameter)

@@ -69,6 +69,8 @@ def add_ollama(app: FastAPI, gateway: Gateway, models: ModelRoutes) -> None:
                 await models.unload_named(request, body["model"])
             elif (await gateway.preparers.card(body["model"])).catalogued and caller_of(request).admin:
                 await models.load_named(request, body["model"])  # others are loaded, or will be when they are asked
+            if word == "load" and asked.keep_alive is not None:
+                name_ignored(request, ["keep_alive"])  # it counts from a request that was answered
             renderer = LineRenderer(asked.endpoint, "", asked.model, is_chat=is_chat, timer=timer)
             return Response(orjson.dumps(renderer.empty(word)), media_type="application/json")
         for header in ("penstock-resumable", "last-event-id", "penstock-events"):
@@ -129,4 +131,4 @@ class OllamaErrors(ErrorForm):
         return path.startswith(BASE)
 
     def payload(self, scope: Scope, status: int, error: dict[str, Any], headers: MutableHeaders) -> dict[str, Any]:
-        return {"error": in_ollama(error["message"], error.get("param"), chat=scope["path"] == _CHAT)}
+        return {"error": in_ollama(error["message"], error.get("param"), scope["path"])}

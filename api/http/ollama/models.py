@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from ....schemas.errors import ModelNotFound
 from ....schemas.ollama.bodies import ModelRequest
+from ....schemas.ollama.options import called_here
 from ....schemas.registry import ModelCard
 from ....schemas.version import __version__
 from ....streams.stores.registry import Registry
@@ -26,7 +27,7 @@ LINES: dict[int | str, Any] = {  # for `responses`
 }
 _LATEST = ":latest"
 _FAMILY = "penstock"  # the bridge knows no architectures; clients need the word to find a model's facts
-_NEVER = "9999-12-31T23:59:59Z"
+_NEVER = "2299-12-31T23:59:59Z"  # far from the last year of what clients can tell in other time zones
 
 
 class OllamaModels:
@@ -51,7 +52,7 @@ class OllamaModels:
         return {"models": [_listed(card, name) for card, name in self._named()]}
 
     async def loaded(self) -> Any:
-        """The models that are loaded now. Of their memory nothing is said."""
+        """The models that are loaded now. Of their memory nothing is said, nor of when they leave it."""
         ready = await self._models.ready()
         about = {"expires_at": _NEVER, "size_vram": 0}
         return {
@@ -82,7 +83,7 @@ class OllamaModels:
         return JSONResponse(
             {
                 "modelfile": "",
-                "parameters": "\n".join(f"{name} {value}" for name, value in card.defaults.items()),
+                "parameters": "\n".join(_parameters(card.defaults)),
                 "template": template,
                 "details": _details(card),
                 "model_info": {
@@ -136,6 +137,13 @@ def _listed(card: ModelCard, name: str) -> dict[str, Any]:
         "digest": digest,
         "details": _details(card),
     }
+
+
+def _parameters(defaults: dict[str, Any]) -> Iterator[str]:
+    """Lines of a Modelfile."""
+    for name, value in defaults.items():
+        for each in value if isinstance(value, list) else [value]:
+            yield f"{called_here(name)} {orjson.dumps(each).decode()}"
 
 
 def _details(card: ModelCard) -> dict[str, Any]:

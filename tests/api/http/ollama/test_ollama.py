@@ -95,6 +95,7 @@ def test_options_act_and_others_are_named(client: ollama.Client, echo_server: Se
         ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0]: before this tool's message"),
         ({"messages": [{"role": "user", "content": "x", "images": ["?"]}]}, 400, "takes text alone"),
         ({"messages": [], "keep_alive": 0}, 400, "stays loaded"),
+        ({"tools": [{}]}, 400, "tools[0].function is missing"),
     ],
 )
 def test_refusals_name_what_the_client_sent(
@@ -103,6 +104,32 @@ def test_refusals_name_what_the_client_sent(
     response = httpx.post(f"{echo_server.url}/api/chat", json=HELLO | change)
     assert response.status_code == status
     assert response.json().keys() == {"error"} and said in response.json()["error"]
+
+
+def test_refusals_of_embeddings_name_what_the_client_sent(echo_server: Served) -> None:
+    for path, given, said in (
+        ("embeddings", {"prompt": ""}, "prompt is blank"),
+        ("embed", {"input": 5}, "input: must"),
+    ):
+        response = httpx.post(f"{echo_server.url}/api/{path}", json={"model": "echo", "keep_alive": "5m"} | given)
+        assert response.status_code == 400 and said in response.json()["error"]
+    response = httpx.post(f"{echo_server.url}/api/embed", json={"model": "echo", "keep_alive": "5m", "input": "x"})
+    assert response.headers["penstock-ignored"] == "keep_alive"
+
+
+def test_what_ollamas_own_client_sends_for_nothing(echo_server: Served) -> None:
+    nothing = {"name": "", "system": "", "template": "", "options": None, "username": "", "password": ""}
+    shown = httpx.post(f"{echo_server.url}/api/show", json={"model": "echo"} | nothing)
+    assert "completion" in shown.json()["capabilities"] and "penstock-ignored" not in shown.headers
+    pulled = httpx.post(f"{echo_server.url}/api/pull", json={"model": "", "stream": False, "name": "echo"})
+    assert pulled.json() == {"status": "success"}
+    refused = httpx.post(f"{echo_server.url}/api/show", json={"model": "echo", "system": "Be kind."})
+    assert (refused.status_code, refused.json()["error"].split()[0]) == (400, "system")
+    loaded = httpx.post(f"{echo_server.url}/api/chat", json={"model": "echo", "messages": None, "keep_alive": "5m"})
+    assert (loaded.json()["done_reason"], loaded.headers["penstock-ignored"]) == ("load", "keep_alive")
+    tool = {"type": "", "function": {"name": "a", "parameters": {"type": "object", "required": None}}}
+    body = parse_body(ChatRequest, HELLO | {"tools": [tool]}).body()
+    assert body["tools"] == [{"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}}]
 
 
 def test_prompts_that_mean_something_else_are_refused(client: ollama.Client) -> None:
@@ -170,6 +197,14 @@ def test_calls_get_ids_and_results_find_them() -> None:
     with pytest.raises(InvalidRequest, match=r"messages\[5\]: before .* a call of 'c'"):
         late = [*turns, {"role": "tool", "content": "x", "tool_name": "c"}]
         parse_body(ChatRequest, {"model": "m", "messages": late}).body()
+
+
+def test_calls_of_one_id_and_roles_in_capitals() -> None:
+    same = [{"id": "q", "function": {"name": "a"}}, {"id": "q", "function": {"name": "b", "arguments": None}}]
+    turns = [{"role": "Assistant", "tool_calls": same}, {"role": "tool", "name": "b", "content": "x"}]
+    assistant, result = parse_body(ChatRequest, {"model": "m", "messages": turns}).body()["messages"]
+    assert [each["function"]["name"] for each in assistant["tool_calls"]] == ["a", "b"]
+    assert (assistant["role"], result["tool_call_id"]) == ("assistant", "q")
 
 
 @pytest.mark.parametrize(
@@ -275,8 +310,8 @@ async def test_failures_before_and_in_a_stream() -> None:
         assert response.headers["retry-after"] == "3"
     *_, last = await told.lines([*said(*CALLING)[:3], failed])
     assert last == {"error": "It is so."}
-    broken = token(tool_calls=(ToolCallDelta(0, "nonsense", "c1", "a"),))
-    *_, fault, _ = await told.lines(said(broken))
+    broken = token(tool_calls=(ToolCallDelta(0, "nonsense", "c1", "a"), ToolCallDelta(1, "{}", "c2", "b")))
+    (fault,) = await told.lines(said(broken, token("and more")))
     assert "arguments that are not a JSON object" in fault["error"]
 
 
@@ -334,3 +369,14 @@ async def test_a_chat_without_messages_loads_and_unloads() -> None:
             response = await ask(script.app, "POST", "/api/chat", {"model": "m", "keep_alive": keep_alive})
             assert orjson.loads(response.body)["done_reason"] == done[-1][0]
     assert done == [("load", "m"), ("unload", "m")]
+
+
+async def test_defaults_are_shown_as_a_modelfile_has_them() -> None:
+    script = await Script.start()
+    defaults = {"repetition_penalty": 1.1, "stop": ["a", '"']}
+    card = ModelCard(
+        name="m", source="m", backend="sentence_transformers", context_length=9, created=7, defaults=defaults
+    )
+    script.registry.models = {"m": card}
+    shown = orjson.loads((await ask(script.app, "POST", "/api/show", {"model": "m"})).body)
+    assert shown["parameters"].splitlines() == ["repeat_penalty 1.1", 'stop "a"', 'stop "\\""']
