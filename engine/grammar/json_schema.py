@@ -19,7 +19,7 @@ from urllib.parse import unquote
 from ...schemas.params import Grammar
 from .number_schemas import INT64, number_node
 from .older_forms import modern
-from .patterns import Strings, check_pattern, key_pattern
+from .patterns import Strings, both_patterns, key_pattern, schema_pattern, text_grammar
 from .schema_facts import MAX_COMPARISONS, disjoint, has_finite_value, refers, same, target, type_of
 from .schema_keywords import TYPED, TYPES, check_node, fault, is_annotation, walk
 from .string_schemas import MAX_CHEAP_LENGTH, MAX_PATTERNS, counted_pattern, string_node
@@ -65,7 +65,7 @@ def regex_grammar(pattern: str, *, path: str = "guided_regex") -> Grammar:
     """The grammar of the texts that `pattern` matches as a whole. Raises `InvalidRequest`."""
     if not pattern:
         raise fault(path, "an empty pattern allows no answer but an empty one; leave it out", "invalid_grammar")
-    return Grammar(kind="regex", text=check_pattern(pattern, path))
+    return text_grammar(pattern, path)
 
 
 def ebnf_grammar(text: str, *, path: str = "guided_grammar") -> Grammar:
@@ -206,6 +206,8 @@ class _Normaliser:
             elif name == "properties":
                 both = {key: {"allOf": [merged[name][key], value[key]]} for key in value if key in merged[name]}
                 merged[name] = {**merged[name], **value, **both}
+            elif name == "pattern":
+                merged[name] = both_patterns(merged[name], value)
             elif tighter := next((by for start, by in _TIGHTER.items() if name.startswith(start)), None):
                 merged[name] = tighter(merged[name], value)
             else:
@@ -299,7 +301,7 @@ class _Normaliser:
                 raise fault(by_name[0], "only one pattern alone can be enforced", "unsupported_schema")
             ((pattern, value),) = rest["patternProperties"].items()
             where = f"{by_name[0]}.{pattern}"
-            node["patternProperties"] = {check_pattern(pattern, where, strings="plain"): self._node(value, where)}
+            node["patternProperties"] = {schema_pattern(pattern, where, strings="plain"): self._node(value, where)}
             return node | {"additionalProperties": False}
         declared = {name: value for name, value in properties.items() if value is not False}
         if not properties:
