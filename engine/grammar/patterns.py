@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from math import inf
 
 from ...schemas.errors import InvalidRequest
 from ...schemas.params import Grammar
 from .expressions.lengths import held_to
-from .expressions.nodes import Node
 from .expressions.reading import Fault
 from .expressions.whole import is_anchored, whole
 from .expressions.writing import Pattern, Strings, in_quotes, written
@@ -32,14 +32,14 @@ def check_pattern(pattern: str, path: str, *, strings: Strings | None = None) ->
 def text_grammar(pattern: str, path: str) -> Grammar:
     """The grammar of the texts that a pattern matches as a whole. Raises `InvalidRequest`."""
     text, is_automatic = _checked(pattern, path, None)
-    return Grammar(kind="ebnf", text=f"root ::= Regex({json.dumps(text)})") if is_automatic else Grammar(kind="regex", text=text)
+    if not is_automatic:
+        return Grammar(kind="regex", text=text)
+    return Grammar(kind="ebnf", text=f"root ::= Regex({json.dumps(text)})")
 
 
 def _checked(pattern: str, path: str, strings: Strings | None) -> Pattern:
-    try:
-        return _written(whole(pattern), strings)
-    except Fault as fault:
-        raise _refusal(fault, path) from None
+    with _refusals(path):
+        return written(whole(pattern), strings)
 
 
 def schema_pattern(
@@ -57,12 +57,10 @@ def schema_pattern(
     a string that matches as a whole is right for those who meant that, too. None where the lengths cannot be held to.
     Raises `InvalidRequest` with `path` as its `param`.
     """
-    try:
+    with _refusals(path):
         node = whole(pattern, searches=is_contained or is_anchored(pattern))
         held = held_to(node, least, most)
-        return None if held is None else _written(held, strings).text
-    except Fault as fault:
-        raise _refusal(fault, path) from None
+        return None if held is None else written(held, strings).text
 
 
 def both_patterns(one: str, two: str) -> str:
@@ -70,15 +68,18 @@ def both_patterns(one: str, two: str) -> str:
     return f"^(?=(?s:.*)(?:{one}))(?=(?s:.*)(?:{two}))"
 
 
-def _written(node: Node, strings: Strings | None) -> Pattern:
+@contextmanager
+def _refusals(path: str) -> Iterator[None]:
+    """Raises `InvalidRequest` for what is wrong with a pattern."""
     try:
-        return written(node, strings)
+        yield
+    except Fault as fault:
+        message = f"{path}: {fault}."
     except RecursionError:
-        raise Fault("its parts are within each other too deeply") from None
-
-
-def _refusal(fault: Fault, path: str) -> InvalidRequest:
-    return InvalidRequest(f"{path}: {fault}.", code="invalid_grammar", param=path)
+        message = f"{path}: its parts are within each other too deeply."
+    else:
+        return
+    raise InvalidRequest(message, code="invalid_grammar", param=path)
 
 
 def key_pattern(names: Iterable[str]) -> str:

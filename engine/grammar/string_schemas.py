@@ -31,6 +31,12 @@ _FORMAT_PATTERNS = {
     "email": rf"^{_WORD}(?:\.{_WORD}){{0,2}}@(?:{_LABEL}\.){{1,3}}[A-Za-z]{{2,10}}$",
     "hostname": rf"^{_LABEL}(?:\.{_LABEL}){{0,4}}$",
 }
+# zod's, in which 253 characters are counted besides.
+_HOSTNAME = (
+    r"^(?=.{1,253}\.?$)[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+    r"(?:\.[a-zA-Z0-9](?:[-0-9a-zA-Z]{0,61}[0-9a-zA-Z])?)*\.?$"
+)
+_NARROWER = {_HOSTNAME: _FORMAT_PATTERNS["hostname"]}
 # Characters of the shortest and of the longest string; of the others there is no longest.
 _FORMAT_LENGTHS: dict[str, tuple[int, float]] = {
     "date": (10, 10),
@@ -62,7 +68,12 @@ def string_node(rest: Mapping[str, Any], path: str, strings: Strings) -> dict[st
         least, most = rest.get("minLength", 0), rest.get("maxLength", inf)
         is_contained = rest.get("format") == "includes"  # zod's name for it
         pattern = schema_pattern(
-            rest[main], f"{path}.{main}", strings=strings, is_contained=is_contained, least=least, most=most
+            _NARROWER.get(rest[main], rest[main]),
+            f"{path}.{main}",
+            strings=strings,
+            is_contained=is_contained,
+            least=least,
+            most=most,
         )
         if pattern is None:
             name = "maxLength" if "maxLength" in rest else "minLength"

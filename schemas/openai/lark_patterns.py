@@ -132,9 +132,9 @@ def _literal(text: str) -> str:
         insensitive = text.endswith("i")
         return "".join(_any_case(char) if insensitive else _escaped(char) for char in _string(text.removesuffix("i")))
     body, _, flags = text[1:].rpartition("/")
-    if flags:
-        raise ValueError(f"the flags of {text} are not supported; write the cases out")
-    return f"(?:{body.replace(chr(92) + '/', '/')})"
+    if not {*flags} <= {*"isu"}:
+        raise ValueError(f"of flags i, s and u are supported, and others are in {text}")
+    return f"(?{flags}:{body.replace(chr(92) + '/', '/')})"
 
 
 def _string(text: str) -> str:

@@ -96,9 +96,7 @@ class _Automaton:
             case Edge():
                 machine.free[begin].append((node, end))
             case Look(part, is_ahead, is_negative):
-                if not is_ahead and any(
-                    isinstance(one, Look | Edge) and one != Edge("^") for one in walk(part)
-                ):
+                if not is_ahead and any(isinstance(one, Look | Edge) and one != Edge("^") for one in walk(part)):
                     raise Fault("what looks behind cannot look on from there")
                 number = self._made(part, prefix=not is_ahead)
                 if not is_ahead:
@@ -125,13 +123,9 @@ class _Automaton:
                 if passed is not None:
                     waiting.append((following, passed))
         kept = ((place, looks) for place, looks in found if machine.steps[place] or place == machine.end)
-        return frozenset(
-            one for one in kept if not any(place == one[0] and looks < one[1] for place, looks in found)
-        )
+        return frozenset(one for one in kept if not any(place == one[0] and looks < one[1] for place, looks in found))
 
-    def _passed(
-        self, guard: Edge | tuple[bool, int, bool] | None, looks: _Looks, context: _Context
-    ) -> _Looks | None:
+    def _passed(self, guard: Edge | tuple[bool, int, bool] | None, looks: _Looks, context: _Context) -> _Looks | None:
         """What has to be looked for behind a guard; None where it lets nobody pass."""
         at_begin, after_word, behind = context
         match guard:
@@ -214,7 +208,9 @@ class _Automaton:
             for guard, _ in free
         )
         bare: _Context = (True, False, ())
-        begins = [frozenset({(self._machines[one].begin, frozenset[tuple[int, _State, bool]]())}) for one in self._behind]
+        begins = [
+            frozenset({(self._machines[one].begin, frozenset[tuple[int, _State, bool]]())}) for one in self._behind
+        ]
         behind = (self._closed(one, begin, bare) for one, begin in zip(self._behind, begins, strict=True))
         context: _Context = (True, False, tuple(behind))
         first = self._closed(self._main, frozenset({(self._machines[self._main].begin, frozenset())}), context)

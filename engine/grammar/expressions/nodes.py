@@ -99,7 +99,7 @@ def repeat(part: Node, least: int, most: int | None) -> Node:
         return EMPTY if least == 0 else NOTHING
     if (least, most) == (1, 1):
         return part
-    if is_nullable(part) and not has_looks(part):
+    if is_nullable(part):
         least = 0
         if (inner := _filled(part)) is not None:
             return repeat(inner, 0, most)
@@ -131,13 +131,14 @@ def _starred(part: Node) -> Node:
             return _starred(inner)
         case Alt(options) if not has_looks(part):
             return alt(*(_starred(one) for one in options if one != EMPTY))
-        case Seq(parts) if parts and not has_looks(part) and all(map(is_nullable, parts)):
+        case Seq(parts) if parts and all(map(is_nullable, parts)):
             return alt(*map(_starred, parts))
     return part
 
 
 def is_nullable(node: Node) -> bool:
-    return lengths(node)[0] == 0
+    """Whether it matches the empty text wherever it stands; False in doubt."""
+    return lengths(node)[0] == 0 and not has_looks(node)
 
 
 def lengths(node: Node) -> tuple[int, float]:

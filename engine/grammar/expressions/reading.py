@@ -11,6 +11,7 @@ from . import sets
 from .nodes import EMPTY, NOTHING, Chars, Edge, Look, Node, alt, repeat, seq
 from .sets import CharSet
 
+_LONGEST = 50_000
 _MAX_DEPTH = 100  # of groups within each other
 _CONTROL = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0", "a": "\a"}
 _OPENS = re.compile(r"\((?:\?(?:(?P<flags>[imsu-]+)(?:(?P<whole>\))|:)|P?<[A-Za-z_]\w*>|:|(?P<look><?[=!])))?")
@@ -41,6 +42,8 @@ class _Group:
 
 def read(pattern: str) -> Node:
     """Raises `Fault`."""
+    if len(pattern) > _LONGEST:
+        raise Fault(f"it has more than {_LONGEST:,} characters")
     return _Reader(pattern).read()
 
 

@@ -5,7 +5,8 @@ it makes only the beginning of the group optional, unless that is `{0,1}`. So ea
 an order in which nothing is read together, and each character beyond ASCII is in braces.
 
 xgrammar follows a pattern by an automaton or by rules. Automata forget the numbers of repetitions where a text may be
-read in two ways, and do without numbers here. With rules, it allows tokens beyond the pattern where characters beyond
+read in two ways, so they are written out, and repeat what is optional where it begins or ends with a repetition, unless
+that is between empty groups. With rules, it allows tokens beyond the pattern where characters beyond
 ASCII may be of one part or the next. So they are for what automata do not have: escapes in JSON, large numbers.
 """
 
@@ -15,13 +16,14 @@ import json
 from functools import partial
 from typing import Literal, NamedTuple
 
-from .nodes import NOTHING, Alt, Chars, Node, Repeat, Seq, alt, repeat, seq, walk
+from .nodes import EMPTY, NOTHING, Alt, Chars, Node, Repeat, Seq, alt, repeat, seq, walk
 from .reading import Fault
 from .sets import ESCAPED_IN_JSON, CharSet, both, members, size, without
 
 # How the strings of a document in JSON are written: in quotes, where sets of characters do without those that JSON
 # escapes, or with their escapes; or without quotes and escapes.
 Strings = Literal["plain", "escaped", "raw"]
+
 
 class Pattern(NamedTuple):
     """How xgrammar reads it, and whether it may make an automaton of it."""
@@ -30,6 +32,7 @@ class Pattern(NamedTuple):
     is_automatic: bool
 
 
+_LONGEST = 500_000
 _MOST_WRITTEN_OUT = 6_000  # parts, repetitions written out
 _MOST_COUNTED = 128  # repetitions of one part that xgrammar counts in JSON
 _BY_RULES = "(?:é){0}"  # in a pattern within JSON, of which xgrammar makes no automaton then
@@ -53,6 +56,8 @@ def written(node: Node, strings: Strings | None) -> Pattern:
     if counts and strings and often > _MOST_COUNTED:
         raise Fault(f"it is too large, and repeats a part more than {_MOST_COUNTED} times")
     text = _written(fitted, counts=counts) or "()"
+    if len(text) > _LONGEST:
+        raise Fault(f"it is too large: written out, it has {len(text):,} characters, and may have {_LONGEST:,}")
     # The automata of strings in JSON have no escapes.
     by_rules = counts or (strings in ("plain", "escaped") and "\\\\" in text)
     return Pattern(text + _BY_RULES if by_rules and strings else text, not by_rules)
@@ -99,17 +104,18 @@ def _written(node: Node, *, counts: bool) -> str:
             return _set(known)
         case Seq(parts):
             return "".join(f"(?:{inner(one)})" if isinstance(one, Alt) else inner(one) for one in parts)
+        case Alt(options) if EMPTY in options:
+            return inner(Repeat(alt(*(one for one in options if one != EMPTY)), 0, 1))
         case Alt(options):
-            # An empty option at the end is the one that xgrammar reads in every place.
-            return "|".join(map(inner, sorted(options, key=lambda one: one == Seq(()))))
+            return "|".join(map(inner, options))
         case Repeat(part, least, most):
             text = inner(part)
             one = text if isinstance(part, Chars) else f"(?:{text})"
-            return _repeated(one, least, most) if counts else _written_out(one, least, most)
+            return _counted(one, least, most) if counts else _written_out(one, least, most)
     raise AssertionError("looks are gone by now")
 
 
-def _repeated(one: str, least: int, most: int | None) -> str:
+def _counted(one: str, least: int, most: int | None) -> str:
     if most is None:
         return one + ("*" if least == 0 else "+" if least == 1 else f"{{{least},}}")
     return f"{one}{{{least}}}" if least == most else f"{one}{{{least},{most}}}"
@@ -119,7 +125,9 @@ def _written_out(one: str, least: int, most: int | None) -> str:
     if most is None:
         return f"{one}*" if least == 0 else one * (least - 1) + one + "+"
     optional = most - least
-    return one * least + f"(?:{one}" * optional + "){0,1}" * optional
+    if optional == 1 and not one.startswith("("):
+        return f"{one * least}{one}?"
+    return one * least + f"(?:(){one}" * optional + "())?" * optional
 
 
 def _set(known: CharSet) -> str:

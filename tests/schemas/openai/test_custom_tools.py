@@ -205,7 +205,7 @@ def test_a_grammar_in_lark_allows_what_its_pattern_matches(grammar: str, good: l
     [
         ('start: "(" start ")" | "x"', "start refers to itself"),
         ('begin: "x"', "no rule with the name start"),
-        ("start: /x/i", "the flags of /x/i are not supported"),
+        ("start: /x/im", "of flags i, s and u are supported, and others are in /x/im"),
         ("%import .secret (X)\nstart: X", "can import from common alone"),
         ("%import python.NAME\nstart: NAME", "can import from common alone"),
         ('start: "x" (', "no grammar in Lark"),
