@@ -10,6 +10,7 @@ may have any), a `pattern` has to match the whole string, and years have four di
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from math import inf
@@ -27,6 +28,7 @@ from .string_schemas import MAX_CHEAP_LENGTH, MAX_PATTERNS, counted_pattern, str
 MAX_NODES = 10_000
 MAX_DEPTH = 128  # of objects and lists within each other
 
+_PARTS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|(?<![\w.-])\.(?![\w.-])')  # of a grammar in GBNF
 _TIGHTER = {"max": min, "min": max, "exclusiveMax": min, "exclusiveMin": max}
 
 
@@ -72,7 +74,14 @@ def ebnf_grammar(text: str, *, path: str = "guided_grammar") -> Grammar:
     """The grammar that `text` describes in GBNF, from the rule `root` on. Raises `InvalidRequest`."""
     if "root" not in text or "::=" not in text:
         raise fault(path, "a grammar in GBNF has rules `name ::= …`, one of them named root", "invalid_grammar")
-    return Grammar(kind="ebnf", text=text)
+    return Grammar(kind="ebnf", text=_PARTS.sub(_for_xgrammar, text))
+
+
+def _for_xgrammar(part: re.Match[str]) -> str:
+    r"""A part of a grammar as xgrammar has it: for it, `\x` has as many digits as follow, and `.` is a name."""
+    if part[0] == ".":
+        return r"[\u0000-\U0010ffff]"
+    return re.sub(r"\\(x[0-9a-fA-F]{2}|.)", lambda one: rf"\u00{one[1][1:]}" if len(one[1]) == 3 else one[0], part[0])
 
 
 class _Normaliser:

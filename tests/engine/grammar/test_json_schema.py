@@ -320,6 +320,8 @@ def test_other_grammars() -> None:
     assert not accepts(grammar, 'a"bx')
     assert accepts(regex_grammar(r'^"[^"]{3}"\n$'), '"abc"\n')
     assert accepts(ebnf_grammar('root ::= "a" b\nb ::= "c"'), "ac")
+    of_parts = ebnf_grammar(r'root ::= "\x41b" [\x01a] . "." # .')
+    assert accepts(of_parts, "Ab\x01é.") and accepts(of_parts, "Abax.") and not accepts(of_parts, "Ab\x1ax.")
     assert accepts(any_json_object(), '{"a": []}') and not accepts(any_json_object(), "[]")
     wrong: list[Callable[[], Grammar]] = [
         lambda: choice_grammar([]),
