@@ -75,7 +75,8 @@ ROOMS: dict[str, set[str]] = {
     "engine.checkpoints.gguf.projectors": {"engine.checkpoints.gguf.file"},
     "engine.cpu": {"engine.models"},
     "engine.cuda": {"engine.checkpoints", "engine.models"},
-    "engine.grammar": {"engine.text"},
+    "engine.grammar": {"engine.grammar.expressions", "engine.text"},
+    "engine.grammar.expressions": set(),
     "engine.llama_cpp": {"engine", "engine.planning", "engine.text"},
     "engine.paged": {
         "engine",

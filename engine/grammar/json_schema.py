@@ -10,6 +10,7 @@ may have any), a `pattern` has to match the whole string, and years have four di
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from math import inf
@@ -19,7 +20,7 @@ from urllib.parse import unquote
 from ...schemas.params import Grammar
 from .number_schemas import INT64, number_node
 from .older_forms import modern
-from .patterns import Strings, check_pattern, key_pattern
+from .patterns import Strings, both_patterns, key_pattern, schema_pattern, text_grammar
 from .schema_facts import MAX_COMPARISONS, disjoint, has_finite_value, refers, same, target, type_of
 from .schema_keywords import TYPED, TYPES, check_node, fault, is_annotation, walk
 from .string_schemas import MAX_CHEAP_LENGTH, MAX_PATTERNS, counted_pattern, string_node
@@ -27,6 +28,7 @@ from .string_schemas import MAX_CHEAP_LENGTH, MAX_PATTERNS, counted_pattern, str
 MAX_NODES = 10_000
 MAX_DEPTH = 128  # of objects and lists within each other
 
+_PARTS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|(?<![\w.-])\.(?![\w.-])')  # of a grammar in GBNF
 _TIGHTER = {"max": min, "min": max, "exclusiveMax": min, "exclusiveMin": max}
 
 
@@ -65,14 +67,21 @@ def regex_grammar(pattern: str, *, path: str = "guided_regex") -> Grammar:
     """The grammar of the texts that `pattern` matches as a whole. Raises `InvalidRequest`."""
     if not pattern:
         raise fault(path, "an empty pattern allows no answer but an empty one; leave it out", "invalid_grammar")
-    return Grammar(kind="regex", text=check_pattern(pattern, path))
+    return text_grammar(pattern, path)
 
 
 def ebnf_grammar(text: str, *, path: str = "guided_grammar") -> Grammar:
     """The grammar that `text` describes in GBNF, from the rule `root` on. Raises `InvalidRequest`."""
     if "root" not in text or "::=" not in text:
         raise fault(path, "a grammar in GBNF has rules `name ::= …`, one of them named root", "invalid_grammar")
-    return Grammar(kind="ebnf", text=text)
+    return Grammar(kind="ebnf", text=_PARTS.sub(_for_xgrammar, text))
+
+
+def _for_xgrammar(part: re.Match[str]) -> str:
+    r"""A part of a grammar as xgrammar has it: for it, `\x` has as many digits as follow, and `.` is a name."""
+    if part[0] == ".":
+        return r"[\u0000-\U0010ffff]"
+    return re.sub(r"\\(x[0-9a-fA-F]{2}|.)", lambda one: rf"\u00{one[1][1:]}" if len(one[1]) == 3 else one[0], part[0])
 
 
 class _Normaliser:
@@ -206,6 +215,8 @@ class _Normaliser:
             elif name == "properties":
                 both = {key: {"allOf": [merged[name][key], value[key]]} for key in value if key in merged[name]}
                 merged[name] = {**merged[name], **value, **both}
+            elif name == "pattern":
+                merged[name] = both_patterns(merged[name], value)
             elif tighter := next((by for start, by in _TIGHTER.items() if name.startswith(start)), None):
                 merged[name] = tighter(merged[name], value)
             else:
@@ -299,7 +310,7 @@ class _Normaliser:
                 raise fault(by_name[0], "only one pattern alone can be enforced", "unsupported_schema")
             ((pattern, value),) = rest["patternProperties"].items()
             where = f"{by_name[0]}.{pattern}"
-            node["patternProperties"] = {check_pattern(pattern, where, strings="plain"): self._node(value, where)}
+            node["patternProperties"] = {schema_pattern(pattern, where, strings="plain"): self._node(value, where)}
             return node | {"additionalProperties": False}
         declared = {name: value for name, value in properties.items() if value is not False}
         if not properties:

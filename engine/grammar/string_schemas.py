@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import inf
 from typing import Any
 
-from .patterns import Strings, check_pattern
+from .patterns import Strings, schema_pattern
 from .schema_keywords import fault
 
 MAX_CHEAP_LENGTH = 128
@@ -31,6 +31,12 @@ _FORMAT_PATTERNS = {
     "email": rf"^{_WORD}(?:\.{_WORD}){{0,2}}@(?:{_LABEL}\.){{1,3}}[A-Za-z]{{2,10}}$",
     "hostname": rf"^{_LABEL}(?:\.{_LABEL}){{0,4}}$",
 }
+# zod's, in which 253 characters are counted besides.
+_HOSTNAME = (
+    r"^(?=.{1,253}\.?$)[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+    r"(?:\.[a-zA-Z0-9](?:[-0-9a-zA-Z]{0,61}[0-9a-zA-Z])?)*\.?$"
+)
+_NARROWER = {_HOSTNAME: _FORMAT_PATTERNS["hostname"]}
 # Characters of the shortest and of the longest string; of the others there is no longest.
 _FORMAT_LENGTHS: dict[str, tuple[int, float]] = {
     "date": (10, 10),
@@ -59,8 +65,20 @@ def string_node(rest: Mapping[str, Any], path: str, strings: Strings) -> dict[st
     if main is None:
         return dict(rest)
     if main == "pattern":  # which a format annotates
-        _check_lengths(rest, main, (0, inf), path)
-        return {main: check_pattern(rest[main], f"{path}.{main}", strings=strings)}
+        least, most = rest.get("minLength", 0), rest.get("maxLength", inf)
+        is_contained = rest.get("format") == "includes"  # zod's name for it
+        pattern = schema_pattern(
+            _NARROWER.get(rest[main], rest[main]),
+            f"{path}.{main}",
+            strings=strings,
+            is_contained=is_contained,
+            least=least,
+            most=most,
+        )
+        if pattern is None:
+            name = "maxLength" if "maxLength" in rest else "minLength"
+            raise fault(f"{path}.{name}", f"cannot be enforced beside this {main}", "unsupported_schema")
+        return {main: pattern}
     name = rest[main]
     if name not in _FORMATS and name not in _FORMAT_PATTERNS:
         known = ", ".join(sorted(_FORMATS | _FORMAT_PATTERNS.keys()))

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _LONGEST = 20_000  # characters of a pattern
 _is_foreign_import = re.compile(r"^\s*%import\s+(?!common\b)", re.MULTILINE).search
+# What common.ESCAPED_STRING has between its quotes: a parser takes the shortest text, which ends at the first quote.
+_ESCAPED_STRING, _SHORTEST_STRING = r"(?:.*?)(?:(?<!\\)(\\\\)*?)", r'(?:[^"\\\n]|\\.)*'
 _special = re.compile(r"[\\^$.*+?()\[\]{}|/]")
 _ESCAPES = str.maketrans({"\n": r"\n", "\r": r"\r", "\t": r"\t", "\f": r"\f", "\v": r"\v", "\0": r"\x00"})
 
@@ -66,8 +68,9 @@ class _Writer:
             raise ValueError(f"{name} has no definition, or takes parameters, which is not supported")
         if name not in self._written:
             self._open.append(name)
-            self._written[name] = self._expansion(known[name], in_terminal=known is self._terminals)
+            text = self._expansion(known[name], in_terminal=known is self._terminals)
             self._open.pop()
+            self._written[name] = text.replace(_ESCAPED_STRING, _SHORTEST_STRING)
         return self._written[name]
 
     def _expansion(self, node: Any, *, in_terminal: bool) -> str:
@@ -132,9 +135,9 @@ def _literal(text: str) -> str:
         insensitive = text.endswith("i")
         return "".join(_any_case(char) if insensitive else _escaped(char) for char in _string(text.removesuffix("i")))
     body, _, flags = text[1:].rpartition("/")
-    if flags:
-        raise ValueError(f"the flags of {text} are not supported; write the cases out")
-    return f"(?:{body.replace(chr(92) + '/', '/')})"
+    if not {*flags} <= {*"isu"}:
+        raise ValueError(f"of flags i, s and u are supported, and others are in {text}")
+    return f"(?{flags}:{body.replace(chr(92) + '/', '/')})"
 
 
 def _string(text: str) -> str:

@@ -236,7 +236,9 @@ async def test_a_bad_grammar_is_the_clients_fault_and_harms_nobody(llama: Infere
 
 
 # The first takes long to say what may come next, the second to take what came.
-@pytest.mark.parametrize("grammar", [regex("((a*)*)*b"), ebnf_grammar("root ::= s\ns ::= s s s | s s | [a-z]")])
+@pytest.mark.parametrize(
+    "grammar", [Grammar(kind="regex", text="((a*)*)*b"), ebnf_grammar("root ::= s\ns ::= s s s | s s | [a-z]")]
+)
 async def test_a_grammar_that_would_hold_up_the_engine_ends_alone(llama: InferenceEngine, grammar: Grammar) -> None:
     token = llama.tokenize("a", add_special_tokens=False)[0]
     ambiguous = GenerationParams(grammar=grammar, max_tokens=1500, logit_bias={token: 100})

@@ -327,7 +327,7 @@ def test_the_text_for_a_custom_tool_matches_its_pattern_whatever_it_is_written_i
         assert allows(made, written(layout, [("other", {"input": "anything"})], json.dumps)), "others are as they were"
 
 
-@pytest.mark.parametrize("pattern", [r"[^\x4]", r"[^\u12]", r"[^\d-z]", r"[^\u{110000}]", '["é]', "a(", "(?=x)"])
+@pytest.mark.parametrize("pattern", [r"[^\x4]", r"[^\u12]", r"[^a-\d]", r"[^\u{110000}]", "a(", "(?=x)"])
 def test_a_custom_tools_pattern_that_cannot_be_enforced_is_refused(pattern: str) -> None:
     with pytest.raises(InvalidRequest, match=r"^here: ") as caught:
         check_pattern(pattern, "here", strings="escaped")

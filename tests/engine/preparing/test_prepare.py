@@ -126,7 +126,7 @@ def test_a_pattern_is_of_what_the_format_writes(tokenizers: dict[str, Tokenizer]
         preparer = Preparer(tokenizers["hermes"], tool_format=format)
         grammar = preparer.prepare(request, context_length=1000, name="m", seed=1).params.grammar
         assert grammar is not None
-        assert (json.dumps(pattern)[1:-1] in grammar.text) == (format == "qwen3_coder"), grammar.text
+        assert (json.dumps(r'a\u{a}"b')[1:-1] in grammar.text) == (format == "qwen3_coder"), grammar.text
 
 
 def test_a_tool_is_held_to_its_schema_where_all_of_it_can_be(prepare: Prepare) -> None:
@@ -244,16 +244,16 @@ def test_special_tokens_are_shown_to_who_asks(prepare: Prepare, tokenizers: dict
             "integer",
         ),
         ({"guided_json": {"type": "boolean"}}, "json_schema", "boolean"),
-        ({"guided_regex": "[ab]+"}, "regex", "[ab]+"),
+        ({"guided_regex": "[ab]+"}, "ebnf", "[ab]+"),
         ({"guided_choice": ["yes", "no"]}, None, "yes"),
         ({"guided_grammar": 'root ::= "a"'}, "ebnf", "root"),
         ({"structured_outputs": {"json": {"type": "boolean"}}}, "json_schema", "boolean"),
         ({"structured_outputs": {"json": '{"type": "boolean"}'}}, "json_schema", "boolean"),
-        ({"structured_outputs": {"regex": "[ab]+", "whitespace_pattern": None}}, "regex", "[ab]+"),
+        ({"structured_outputs": {"regex": "[ab]+", "whitespace_pattern": None}}, "ebnf", "[ab]+"),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, None, "yes"),
         ({"structured_outputs": {"grammar": 'root ::= "a"'}}, "ebnf", "root"),
         ({"structured_outputs": {"json_object": True}}, "json_schema", "object"),
-        ({"regex": "[ab]+"}, "regex", "[ab]+"),
+        ({"regex": "[ab]+"}, "ebnf", "[ab]+"),
         ({"ebnf": 'root ::= "a"'}, "ebnf", "root"),
         ({"grammar": 'root ::= "a"'}, "ebnf", "root"),
         ({"json_schema": {"type": "boolean"}}, "json_schema", "boolean"),
@@ -274,7 +274,7 @@ def test_what_the_answer_must_look_like_becomes_a_grammar(
 
 def test_the_grammar_that_was_asked_for_goes_along_where_a_thought_may_precede_it(prepare: Prepare) -> None:
     prepared = prepare("thinking", guided_regex="a+")
-    assert prepared.asked_grammar is not None and prepared.asked_grammar.text == "a+"
+    assert prepared.asked_grammar is not None and "a+" in prepared.asked_grammar.text
     assert prepared.params.grammar not in (None, prepared.asked_grammar)
     assert prepare("plain", guided_regex="a+").asked_grammar is None
     assert prepare("thinking").asked_grammar is None

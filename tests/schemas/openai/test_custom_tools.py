@@ -191,6 +191,11 @@ def test_names_are_found_in_requests_of_both_kinds_valid_or_not() -> None:
         ),
         (SUMS, ["1", "1 + 2 * 34"], ["1+2", "", "1 +"]),
         (QUERY, ["select a", "SELECT a , b;", " Select  a,b ; "], ["select", "select A", "select a b"]),
+        (
+            "start: /a.b/is ESCAPED_STRING\n%import common.ESCAPED_STRING",
+            ['A\nB"c"', r'axb"\"\\"', 'a b""'],
+            ['ab"c"', 'axb"c"d"', r'axb"\"'],
+        ),
         (REST, ["", "xxy", "xxyy", "[", "\na/b7", "9äß", "AÄß"], ["xy", "xxyyy", "\na/ba", "!äß", "9äS"]),
     ],
 )
@@ -205,7 +210,7 @@ def test_a_grammar_in_lark_allows_what_its_pattern_matches(grammar: str, good: l
     [
         ('start: "(" start ")" | "x"', "start refers to itself"),
         ('begin: "x"', "no rule with the name start"),
-        ("start: /x/i", "the flags of /x/i are not supported"),
+        ("start: /x/im", "of flags i, s and u are supported, and others are in /x/im"),
         ("%import .secret (X)\nstart: X", "can import from common alone"),
         ("%import python.NAME\nstart: NAME", "can import from common alone"),
         ('start: "x" (', "no grammar in Lark"),

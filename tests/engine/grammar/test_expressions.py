@@ -1,0 +1,102 @@
+"""Regular expressions mean for an answer what they mean for Python, in all texts and however tokens cut them."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.engine.grammar.json_schema import json_schema_grammar, regex_grammar
+from penstock.engine.grammar.matcher import GrammarCompiler
+from penstock.engine.text.tokenizer import Tokenizer
+from penstock.schemas.params import Grammar
+
+# Each with the characters of the texts that are tried.
+PATTERNS = [
+    *((r"[\^a]", "^ab"), (r"[^\\]\\?", "\\ab"), (r"[\x41\\b]", "Ab\\"), (r"\x41b", "Ab"), (r"[\x01a]", "\x01a\x1a")),
+    *((".b", "a\nb"), ("a{0,2}|b", "ab"), ("(?:a{1,3}|a)b?", "ab"), ("(a?|b*){2,3}c", "abc"), ("((a*)*|b)*c", "abc")),
+    *(("(?i:a(?-i:b)[c-d])", "aBbC"), ("(?i:É|ß)a", "éÉßa"), ("(?s:.)a", "\na"), (r"\Aa\Z|b", "ab"), ("^$|^a", "ab")),
+    *(("a|^b|c$", "abc"), ("(^a|b)+", "ab"), (r"\ba\b.?", "ab "), (r"a\B.*", "ab "), (r"(\w+ ?)*!", "ab !")),
+    *(("(?P<n>a)b", "ab"), ("(?!ab)[ab]*", "ab"), ("(?=.*b)(?!.*aa)[ab]+", "ab"), ("a(?=b)[ab]*", "ab")),
+    *(("(?:(?!ba)[ab])*c", "abc"), ("[ab]*(?<=ab)c", "abc"), ("[ab]*(?<!a)c?", "abc"), ("(?=a(?!b))[ab]*", "ab")),
+    *(("(?=(a|b)$).", "abc"), ("日{2,}|é", "日é月"), (r"\W+[!-~é]a", ", aé"), (r"[\s\S]\S\s", "a \xa0")),
+    *(("[a-]b]?", "a-b]"), (r"^(\w+\.)*\w+@a$", "a.@"), ("(a|ab)(c|bcd)", "abcd"), ("(?<!b)a+", "ab")),
+    *(("[^é]", "éè\n"), ("a*?b??", "ab")),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def compiler(model_directory: Callable[[str], Path]) -> GrammarCompiler:
+    made = GrammarCompiler(Tokenizer(model_directory("llama")))
+    made.load()
+    return made
+
+
+def whole(compiler: GrammarCompiler, grammar: Grammar, text: str, chance: random.Random) -> bool:
+    """Whether a text is an answer, in tokens that `chance` chooses."""
+    tokens: dict[bytes, int] = {}
+    for token, piece in enumerate(compiler._texts):
+        if token not in compiler._tokenizer.special_token_ids:
+            tokens.setdefault(piece, token)
+    matcher = compiler._matcher(grammar, compiler._compiled(grammar), frozenset())
+    rest = text.encode()
+    while rest:
+        pieces = [rest[:length] for length in range(1, 9) if rest[:length] in tokens and length <= len(rest)]
+        piece = chance.choice(pieces)
+        if not may_come(matcher.mask(), tokens[piece]):
+            return False
+        matcher.accept(tokens[piece])
+        rest = rest[len(piece) :]
+    return any(may_come(matcher.mask(), token) for token in compiler._tokenizer.eos_token_ids)
+
+
+def may_come(mask: np.ndarray, token: int) -> bool:
+    return bool(mask[token >> 5] >> (token & 31) & 1)
+
+
+@pytest.mark.parametrize(("pattern", "characters"), PATTERNS)
+def test_texts_are_those_that_python_finds_to_match(compiler: GrammarCompiler, pattern: str, characters: str) -> None:
+    grammar = regex_grammar(pattern)
+    schema = json_schema_grammar({"type": "string", "pattern": f"^(?:{pattern})$"}, path="p")
+    compiler.compile(grammar)
+    compiler.compile(schema)
+    chance = random.Random(pattern)
+    for length in range(5 if len(characters) < 4 else 4):
+        for text in map("".join, product(dict.fromkeys(characters), repeat=length)):
+            is_right = re.fullmatch(pattern, text, 0 if "(?i" in pattern else re.ASCII) is not None
+            is_space = "\xa0" in text and "\\s" in pattern.lower()  # is one in some dialects
+            assert whole(compiler, grammar, text, chance) == is_right or is_space, text
+            if json.dumps(text, ensure_ascii=False) == f'"{text}"':
+                assert whole(compiler, schema, f'"{text}"', chance) == is_right or is_space, text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "inside", "outside"),
+    [
+        (r"\p{Lu}\p{L}*", ["Éa", "Я"], ["é", "1"]),
+        (r"[^\p{L}]", ["1", "-"], ["a", "é"]),
+        ("[\\p{Extended_Pictographic}]", ["😀"], ["a"]),
+        (r"\u{1f600}|\ud83d\ude01", ["😀", "😁"], ["😂"]),
+    ],
+)
+def test_characters_by_what_unicode_says_of_them(
+    compiler: GrammarCompiler, pattern: str, inside: list[str], outside: list[str]
+) -> None:
+    grammar, chance = regex_grammar(pattern), random.Random(1)
+    assert [text for text in inside if not whole(compiler, grammar, text, chance)] == []
+    assert [text for text in outside if whole(compiler, grammar, text, chance)] == []
+
+
+def test_what_may_be_read_in_many_ways_takes_no_time(compiler: GrammarCompiler) -> None:
+    """It would end the answer where a token takes long."""
+    for pattern in (r"(\w+\s?)*", "((a*)*)*b", "(a|ab|b)*c?", "(.*,)*.*"):
+        grammar = regex_grammar(pattern)
+        assert whole(compiler, grammar, "ab" * 200 + ("b" if pattern.endswith("b") else ""), random.Random(1)) == (
+            pattern != "((a*)*)*b"
+        )
