@@ -26,6 +26,8 @@ async def complete_body(registry: Registry, body: dict[str, Any], caller: Caller
     no effect; returns the names of what was dropped."""
     if body.get("model") is None and (name := await registry.only()) is not None:
         body["model"] = name
+    elif isinstance(body.get("model"), str):
+        body["model"] = await registry.untagged(body["model"])  # programs list models as Ollama's, and ask as OpenAI's
     if "keep_alive" in body:
         model = body.get("model")
         card = await registry.find(model) if isinstance(model, str) else None

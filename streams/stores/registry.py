@@ -28,6 +28,7 @@ from ..topology import CATALOGUE, lanes_of
 from .declared import declared_models, follow, forget
 
 Card = TypeVar("Card", bound=BaseModel)
+LATEST = ":latest"  # the tag that Ollama gives to models without one
 LOOK_PAUSE = 0.05  # seconds; the least between two looks for names that are not known
 AGAIN = 60.0  # seconds until a model's card is written again, which expires after ten minutes
 AGENT, LAST_WORD, LEAVING = "agent.", "last-word.", "leaving."  # begin keys in the bucket `workers`
@@ -77,6 +78,13 @@ class Registry:
             await self.look(LOOK_PAUSE)
             found = self.named(model)
         return found
+
+    async def untagged(self, name: str) -> str:
+        """The name of a model, to which Ollama's clients add a tag where it has none."""
+        bare = name.removesuffix(LATEST)
+        if bare == name or self.named(name) is not None:
+            return name
+        return bare if self.named(bare) is not None or await self.find(name) is None else name
 
     async def only(self) -> str | None:
         """The name of the model where there is one alone; it may just have been announced."""

@@ -26,7 +26,7 @@ from ..middleware.ignored import known_fields, name_ignored
 from ..models.states import ModelRoutes
 from ..openapi import body_of
 from ..requests import Gateway, caller_of, open_request, read_as
-from .models import LINES, OllamaModels, without_tag
+from .models import LINES, OllamaModels
 
 Asked = TypeVar("Asked", bound=OllamaRequest)
 
@@ -61,7 +61,7 @@ def add_ollama(app: FastAPI, gateway: Gateway, models: ModelRoutes) -> None:
     async def answered(request: Request, kind: type[ChatRequest] | type[GenerateRequest]) -> Response:
         timer = Timer()
         asked = await read_as(partial(_read, kind, request, settings), request, settings)
-        body = {**asked.body(), "model": await without_tag(gateway.registry, asked.model)}
+        body = {**asked.body(), "model": await gateway.registry.untagged(asked.model)}
         is_chat = kind is ChatRequest
         if asked.only_loads:
             word = "unload" if asked.keep_alive == 0 else "load"
@@ -84,7 +84,7 @@ def add_ollama(app: FastAPI, gateway: Gateway, models: ModelRoutes) -> None:
     async def embedded(request: Request, kind: type[EmbedRequest] | type[EmbeddingsRequest]) -> Response:
         timer = Timer()
         asked = await read_as(partial(_read, kind, request, settings), request, settings)
-        body = {**asked.body(), "model": await without_tag(gateway.registry, asked.model)}
+        body = {**asked.body(), "model": await gateway.registry.untagged(asked.model)}
         reading = (await open_request(request, gateway, asked.endpoint, body, PREFIX[asked.endpoint])).reading
         alone = kind is EmbeddingsRequest
         renderer: Renderer = Vectors(reading.request, asked.model, alone=alone, timer=timer)

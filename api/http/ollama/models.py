@@ -16,7 +16,7 @@ from ....schemas.ollama.bodies import ModelRequest
 from ....schemas.ollama.options import called_here
 from ....schemas.registry import ModelCard
 from ....schemas.version import __version__
-from ....streams.stores.registry import Registry
+from ....streams.stores.registry import LATEST
 from ..models.states import ModelRoutes
 from ..openapi import body_of
 from ..requests import Gateway, read_parsed
@@ -25,7 +25,6 @@ SPOKEN = "0.13.0"  # the version of Ollama whose API this is; clients ask for on
 LINES: dict[int | str, Any] = {  # for `responses`
     "200": {"description": "JSON objects", "content": {"application/x-ndjson": {"schema": {"type": "string"}}}}
 }
-_LATEST = ":latest"
 _FAMILY = "penstock"  # the bridge knows no architectures; clients need the word to find a model's facts
 _NEVER = "2299-12-31T23:59:59Z"  # far from the last year of what clients can tell in other time zones
 
@@ -66,7 +65,7 @@ class OllamaModels:
     async def show(self, request: Request) -> Response:
         """What a model is and can do."""
         asked = await read_parsed(ModelRequest, request, self._gateway.settings)
-        name = await without_tag(self._gateway.registry, asked.named)
+        name = await self._gateway.registry.untagged(asked.named)
         card = await self._gateway.preparers.card(name)
         template, capabilities = "", ["embedding"]
         if card.endpoint == "/v1/completions":
@@ -99,7 +98,7 @@ class OllamaModels:
     async def pull(self, request: Request) -> Response:
         """Succeeds for a model that is there; nothing is downloaded."""
         asked = await read_parsed(ModelRequest, request, self._gateway.settings)
-        name = await without_tag(self._gateway.registry, asked.named)
+        name = await self._gateway.registry.untagged(asked.named)
         if await self._gateway.registry.find(name) is None:
             raise ModelNotFound(
                 f"{self._gateway.registry.unknown(name)} Nothing is downloaded on request: an operator adds a model "
@@ -116,22 +115,16 @@ class OllamaModels:
         return [(card, name) for card in cards for name in (card.name, *(each.name for each in card.adapters))]
 
 
-async def without_tag(registry: Registry, name: str) -> str:
-    """The name of a model, to which Ollama's clients add a tag where it has none."""
-    if name.endswith(_LATEST) and await registry.find(name) is None:
-        return name.removesuffix(_LATEST)
-    return name
-
-
 async def _one(piece: dict[str, Any]) -> AsyncIterator[bytes]:
     yield orjson.dumps(piece) + b"\n"
 
 
 def _listed(card: ModelCard, name: str) -> dict[str, Any]:
+    tagged = name if ":" in name else name + LATEST  # Open WebUI asks for no others
     digest = hashlib.sha256(f"{card.source} {card.revision} {name}".encode()).hexdigest()
     return {
-        "name": name,
-        "model": name,
+        "name": tagged,
+        "model": tagged,
         "modified_at": _rfc3339(card.created),
         "size": 0,
         "digest": digest,

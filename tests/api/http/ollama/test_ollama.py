@@ -143,7 +143,9 @@ def test_prompts_that_mean_something_else_are_refused(client: ollama.Client) -> 
 def test_models_are_listed_shown_and_found_by_their_tags(client: ollama.Client, echo_server: Served) -> None:
     (model,) = client.list().models
     (loaded,) = client.ps().models
-    assert model.model == loaded.model == "echo"
+    assert model.model == loaded.model == "echo:latest"
+    asked = {"model": "echo:latest", "messages": HELLO["messages"]}
+    assert httpx.post(f"{echo_server.url}/v1/chat/completions", json=asked).status_code == 200
     shown = client.show("echo:latest")
     assert shown.capabilities is not None and "completion" in shown.capabilities
     facts = dict(shown.modelinfo or {})
