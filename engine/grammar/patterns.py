@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from ...schemas.params import Grammar
 from .expressions.lengths import held_to
 from .expressions.reading import Fault
 from .expressions.whole import is_anchored, whole
-from .expressions.writing import Pattern, Strings, in_quotes, written
+from .expressions.writing import Strings, by_automaton, in_quotes, is_automatic, written
 
 __all__ = ["Strings", "both_patterns", "check_pattern", "key_pattern", "schema_pattern", "text_grammar"]
 
@@ -26,20 +25,14 @@ def check_pattern(pattern: str, path: str, *, strings: Strings | None = None) ->
 
     Raises `InvalidRequest` with `path` as its `param`.
     """
-    return _checked(pattern, path, strings).text
+    with _refusals(path):
+        return written(whole(pattern), strings)
 
 
 def text_grammar(pattern: str, path: str) -> Grammar:
     """The grammar of the texts that a pattern matches as a whole. Raises `InvalidRequest`."""
-    text, is_automatic = _checked(pattern, path, None)
-    if not is_automatic:
-        return Grammar(kind="regex", text=text)
-    return Grammar(kind="ebnf", text=f"root ::= Regex({json.dumps(text)})")
-
-
-def _checked(pattern: str, path: str, strings: Strings | None) -> Pattern:
-    with _refusals(path):
-        return written(whole(pattern), strings)
+    text = check_pattern(pattern, path)
+    return Grammar(kind="ebnf", text=by_automaton(text)) if is_automatic(text) else Grammar(kind="regex", text=text)
 
 
 def schema_pattern(
@@ -60,7 +53,7 @@ def schema_pattern(
     with _refusals(path):
         node = whole(pattern, searches=is_contained or is_anchored(pattern))
         held = held_to(node, least, most)
-        return None if held is None else written(held, strings).text
+        return None if held is None else written(held, strings)
 
 
 def both_patterns(one: str, two: str) -> str:

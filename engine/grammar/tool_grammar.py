@@ -14,6 +14,7 @@ from ...schemas.errors import InvalidRequest
 from ...schemas.jobs import Form
 from ...schemas.params import Grammar
 from ..text.tool_formats import REASONING_FORMATS, TOOL_FORMATS, Layout, ToolFormat, format_of
+from .expressions.writing import by_automaton, is_automatic
 
 Format = dict[str, Any]
 """A part of a structural tag, https://xgrammar.mlc.ai/docs/structural_tag."""
@@ -115,7 +116,7 @@ def _section(
         schema = _ANY_OBJECT | dict(schemas.get(name, ()))
         if name in inputs:
             begin, end = _INPUTS[layout.style]
-            arguments = _sequence([_const(begin), {"type": "regex", "pattern": inputs[name]}, _const(end)])
+            arguments = _sequence([_const(begin), _matching(inputs[name]), _const(end)])
         else:
             arguments = _keywords(schema) if layout.style == "python" else _json(schema, layout.style)
         tags.append(_enclosed(f"{layout.open}{name}{layout.middle}", arguments, layout.close))
@@ -163,6 +164,13 @@ def _embedded(response: Grammar) -> Format:
 
 def _json(schema: dict[str, Any] | bool, style: str = "json") -> Format:
     return {"type": "json_schema", "json_schema": schema, "style": style, "max_whitespace_cnt": MAX_WHITESPACE}
+
+
+def _matching(pattern: str) -> Format:
+    """The texts of a pattern that `check_pattern` has made."""
+    if is_automatic(pattern):
+        return {"type": "grammar", "grammar": by_automaton(pattern)}
+    return {"type": "regex", "pattern": pattern}
 
 
 def _enclosed(begin: str, content: Format, end: str) -> Format:

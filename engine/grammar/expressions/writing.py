@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from .nodes import EMPTY, NOTHING, Alt, Chars, Node, Repeat, Seq, alt, repeat, seq, walk
 from .reading import Fault
@@ -23,19 +23,10 @@ from .sets import ESCAPED_IN_JSON, CharSet, both, members, size, without
 # How the strings of a document in JSON are written: in quotes, where sets of characters do without those that JSON
 # escapes, or with their escapes; or without quotes and escapes.
 Strings = Literal["plain", "escaped", "raw"]
-
-
-class Pattern(NamedTuple):
-    """How xgrammar reads it, and whether it may make an automaton of it."""
-
-    text: str
-    is_automatic: bool
-
-
 _LONGEST = 500_000
 _MOST_WRITTEN_OUT = 6_000  # parts, repetitions written out
 _MOST_COUNTED = 128  # repetitions of one part that xgrammar counts in JSON
-_BY_RULES = "(?:é){0}"  # in a pattern within JSON, of which xgrammar makes no automaton then
+_BY_RULES = "(?:é){0}"  # at the end of a pattern of which xgrammar is to make no automaton
 _SPECIAL = frozenset("\\^$.*+?()[]{}|/")
 _IN_CLASS = frozenset("\\]-[")
 _PRINTABLE: CharSet = ((32, 126),)
@@ -43,7 +34,7 @@ _CARET: CharSet = ((94, 94),)
 _ESCAPABLE = '"\\\b\f\n\r\t'  # what JSON escapes that texts have
 
 
-def written(node: Node, strings: Strings | None) -> Pattern:
+def written(node: Node, strings: Strings | None) -> str:
     """A pattern for xgrammar: of whole texts, or of the strings of a document in JSON.
 
     Raises `Fault` where no text is left, or one is repeated too often.
@@ -58,9 +49,19 @@ def written(node: Node, strings: Strings | None) -> Pattern:
     text = _written(fitted, counts=counts) or "()"
     if len(text) > _LONGEST:
         raise Fault(f"it is too large: written out, it has {len(text):,} characters, and may have {_LONGEST:,}")
-    # The automata of strings in JSON have no escapes.
-    by_rules = counts or (strings in ("plain", "escaped") and "\\\\" in text)
-    return Pattern(text + _BY_RULES if by_rules and strings else text, not by_rules)
+    # The automata of strings in a schema have no escapes.
+    by_rules = counts or (strings == "plain" and "\\\\" in text)
+    return text + _BY_RULES if by_rules else text
+
+
+def is_automatic(pattern: str) -> bool:
+    """Whether xgrammar may make an automaton of a pattern that was written here."""
+    return not pattern.endswith(_BY_RULES)
+
+
+def by_automaton(pattern: str) -> str:
+    """A grammar of the texts of such a pattern."""
+    return f"root ::= Regex({json.dumps(pattern)})"
 
 
 def _length(node: Node) -> int:

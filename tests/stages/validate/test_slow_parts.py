@@ -125,7 +125,7 @@ async def test_nobody_waits_for_the_grammars_of_others(monkeypatch: pytest.Monke
         for reading in (own, *many):
             await end_of(reading)
         regexes = [text for text in begun if text != SIMPLE.text]
-        assert regexes.index("b") <= 2
+        assert any('"b"' in text for text in regexes[:3])
     finally:
         compiled.set()
         await pipeline.stop()
