@@ -1,4 +1,4 @@
-# `make run` and `make test` each work as the first command on a bare machine with Python 3.11+.
+# `make run` and `make test` each work as the first command on a bare machine with Python 3.11 to 3.14.
 
 PYTHON ?= python3
 VENV ?= .venv

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import stat
 from pathlib import Path
 
 from pydantic import ByteSize, Field, field_validator
@@ -73,7 +74,7 @@ class BrokerSettings(ModelsSettings):
     @field_validator(*_FILES, "api_keys_file", "mcp_config", check_fields=False)
     @classmethod
     def _readable_again(cls, value: Path | None) -> Path | None:
-        if value is not None and value.is_fifo():
+        if value is not None and _is_pipe(value):
             raise ValueError("is a pipe, such as that of <(command), which can be read once: name a file instead")
         return value
 
@@ -83,6 +84,14 @@ class BrokerSettings(ModelsSettings):
         if value is not None and not all(map(_is_server, value.split(","))):
             raise ValueError("must be nats://HOST:PORT or tls://HOST:PORT, or several with commas between")
         return value
+
+
+def _is_pipe(path: Path) -> bool:
+    """False also for what may not be looked at: its reader names the reason."""
+    try:
+        return stat.S_ISFIFO(path.stat().st_mode)
+    except (OSError, ValueError):
+        return False
 
 
 def check_broker(settings: BrokerSettings) -> None:

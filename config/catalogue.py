@@ -19,13 +19,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import structlog
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from ..schemas.errors import ConfigurationError
 from ..schemas.models.catalogue import CatalogueEntry, parse_keep_alive
-from ..schemas.sources import absolute_pair, gguf_model, is_gguf, looks_like_path
+from ..schemas.sources import absolute_pair, check_access, gguf_model, is_gguf, looks_like_path
 from .files import read_toml
 from .sources import Loaded
+
+log = structlog.get_logger(__name__)
 
 _KEPT = ("version", "name", "revision", "others", "failed_swap")  # not the file's to set
 VARIANTS = "quantizations"  # the key of a model's table that is no field of its entry
@@ -149,8 +152,8 @@ def _from_table(where: str, base: Path | None, name: str, values: object, faults
     if base is not None and isinstance(given.get("source"), str) and given["source"]:
         try:
             given["source"] = _resolve(given["source"], base)
-        except ValueError as error:
-            faults.append(f"{where} source: {error}")
+        except (OSError, ValueError) as error:
+            faults.append(f"{where} source: {_unreadable(error) if isinstance(error, OSError) else error}")
             given["source"] = "-"  # anything valid: the other keys are to be checked, too
     adapters = given.get("adapters")
     if base is not None and isinstance(adapters, dict):
@@ -202,6 +205,7 @@ def _resolve(source: str, base: Path) -> str:
     path = base / Path(source).expanduser()
     if (pair := absolute_pair(source, base.absolute())) is not None:
         return str(pair)
+    check_access(path)
     if path.is_dir():
         if not _holds_model(path):
             raise ValueError(f"{path} has no config.json: name a model's directory in Hugging Face's format")
@@ -227,12 +231,22 @@ def _explain(fault: Mapping[str, Any]) -> str:
 
 def _from_directory(directory: Path, faults: list[str]) -> list[_Found]:
     """Each GGUF file, and each folder with a model; others are passed over."""
-    if not directory.is_dir():
+    try:
+        paths = sorted(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
         faults.append(f"{directory}: no such directory; name one that holds a folder or a GGUF file for each model")
         return []
+    except OSError as error:
+        faults.append(_unreadable(error))
+        return []
     found = []
-    for path in sorted(directory.iterdir()):
-        name = gguf_model(path.name) if path.is_file() else path.name if _holds_model(path) else None
+    for path in paths:
+        try:
+            check_access(path)
+            name = gguf_model(path.name) if path.is_file() else path.name if _holds_model(path) else None
+        except OSError as error:  # as of the folder lost+found of a disk
+            log.warning("passed over, as it cannot be read", path=str(path), reason=error.strerror)
+            continue
         if name is None:
             continue
         try:
@@ -252,9 +266,14 @@ def _from_directory(directory: Path, faults: list[str]) -> list[_Found]:
 
 def _holds_model(path: Path) -> bool:
     """Whether a folder holds a model: one with a config.json, or a single one in GGUF."""
-    if (path / "config.json").is_file():
+    check_access(config := path / "config.json")
+    if config.is_file():
         return True
     return path.is_dir() and len([file for file in path.iterdir() if gguf_model(file.name)]) == 1
+
+
+def _unreadable(error: OSError) -> str:
+    return f"{error.filename} cannot be read: {error.strerror}; check the path and its permissions"
 
 
 def _check_names(found: list[_Found], faults: list[str]) -> None:

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from ..schemas.sources import check_access
+
 
 def load_named(name: str) -> object:
     """The object called `name`; a file runs once. Raises `ImportError`, `AttributeError`, and the code's errors."""
@@ -25,6 +27,7 @@ def _file(path: Path) -> ModuleType:
         if name in sys.modules:
             return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, whole)
+    check_access(path)
     if spec is None or spec.loader is None or not path.is_file():
         raise ImportError(f"no such file: {path}")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

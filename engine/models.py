@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from ..schemas.errors import ConfigurationError, ModelLoadError, StartupError
-from ..schemas.sources import NO_PROJECTOR, absolute_pair, gguf_model, is_gguf, looks_like_path, split_pair
+from ..schemas.sources import (
+    NO_PROJECTOR,
+    absolute_pair,
+    check_access,
+    gguf_model,
+    is_gguf,
+    looks_like_path,
+    split_pair,
+)
 from ..schemas.urls import check_proxies
 from .checkpoints.files import read_header, read_json, unreadable, weight_files
 from .checkpoints.gguf.file import read_gguf
@@ -101,8 +109,10 @@ def _resolved(source: str) -> Path:
     path = Path(source).expanduser()
     if (pair := absolute_pair(path)) is not None and is_gguf(path):
         return _checked(pair)
+    check_access(path)
     if path.is_dir():
-        return path.resolve() if (path / "config.json").is_file() else _only_gguf(path)
+        check_access(config := path / "config.json")
+        return path.resolve() if config.is_file() else _only_gguf(path)
     if path.is_file():
         if is_gguf(path):
             return find_projector(path.absolute())  # the target of a link may have another name, and its shards

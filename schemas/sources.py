@@ -5,7 +5,9 @@ A model in GGUF that sees has two files, named with a comma between: `model.gguf
 
 from __future__ import annotations
 
+import contextlib
 import re
+from os.path import exists, isdir, isfile
 from pathlib import Path
 
 GGUF = ".gguf"
@@ -22,11 +24,20 @@ def looks_like_path(source: str) -> bool:
     return source.count("/") > 1 or "\\" in source
 
 
+def check_access(path: Path) -> None:
+    """Raise the `OSError` for which nobody can know whether something is at `path`; pass if nothing is there.
+
+    `exists`, `isdir` and `isfile` are false then, and from Python 3.14 on the methods of `Path` are, too.
+    """
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):
+        path.stat()
+
+
 def parts_of(source: str | Path) -> tuple[Path, str] | None:
     """The model's file and what stands behind the comma, if `source` names both."""
     text = str(source)
     for comma in re.finditer(",", text):
-        if (path := Path(text[: comma.start()]).expanduser()).is_file() and not Path(text).exists():
+        if isfile(path := Path(text[: comma.start()]).expanduser()) and not exists(text):
             return path, text[comma.end() :]
     return None
 
@@ -39,7 +50,7 @@ def split_pair(path: Path) -> tuple[Path, Path | None]:
 
 def is_here(source: str | Path) -> bool:
     """Whether `source` names a directory or files of this machine."""
-    return parts_of(source) is not None or Path(source).expanduser().exists()
+    return parts_of(source) is not None or exists(Path(source).expanduser())
 
 
 def join_pair(text: Path, projector: Path | str) -> Path:
@@ -61,8 +72,8 @@ def is_gguf(path: Path) -> bool:
     """Whether `path` is a GGUF file by its name or, like those that Ollama keeps, by its first bytes."""
     path = split_pair(path)[0]
     if path.suffix.lower() == GGUF:
-        return not path.is_dir()
-    if not path.is_file():
+        return not isdir(path)
+    if not isfile(path):
         return False
     with path.open("rb") as file:
         return file.read(4) == b"GGUF"

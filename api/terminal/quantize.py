@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -56,7 +57,7 @@ def quantize(
     model, method = given.model, given.quantization or "int4"
     if method not in ("int4", "int8"):
         raise StartupError(f"--quantization {method}: must be int4 or int8")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if os.path.exists(out) and (not out.is_dir() or any(out.iterdir())):
         raise StartupError(f"{out} exists and is not empty; name another directory")
     source = resolve_model(model)
     if not source.is_dir():

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...schemas.errors import InvalidRequest, ModelLoadError
 from ...schemas.jobs import AdapterSource
+from ...schemas.sources import check_access
 from ..checkpoints.files import read_header
 from ..cpu.machine import human, memory_of_machine
 from ..models import read_model_info, read_shapes
@@ -191,6 +192,10 @@ def _refused(message: str, code: str = "invalid_adapter") -> InvalidRequest:
 
 def _file(directory: Path, name: str) -> Path:
     path = directory / name
+    try:
+        check_access(path)
+    except OSError as error:
+        raise _unreadable(directory, error) from error
     if path.is_file():
         return path
     if not directory.is_dir():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from penstock.config.catalogue import KEYS, read_models
 from penstock.schemas.errors import ConfigurationError
@@ -223,6 +224,39 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b"[models.\xe9]")
     with pytest.raises(ConfigurationError, match=r"cannot be read: .* check its permissions and encoding"):
         read_models(tmp_path / "latin.toml")
+
+
+def endless(path: Path) -> Path:
+    """A link to itself, at which the system refuses to look, as at what others own: root may look at all of that."""
+    path.symlink_to(path.name)
+    return path
+
+
+REASON = "cannot be read: Too many levels of symbolic links; check the path and its permissions"
+
+
+def test_what_may_not_be_looked_at_is_named_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    loop, config = endless(tmp_path / "loop"), endless(tmp_path / "model" / "config.json")
+    assert faults_of('[models.a]\nsource = "loop"\n[models.b]\nsource = "model"', tmp_path) == [
+        f"[models.a] source: {loop} {REASON}",
+        f"[models.b] source: {config} {REASON}",
+    ]
+    with pytest.raises(ConfigurationError) as refused:
+        read_models(directory=loop)
+    assert refused.value.faults == (f"{loop} {REASON}",)
+
+
+def test_what_may_not_be_looked_at_in_a_directory_is_passed_over(models: Path) -> None:
+    """As is `lost+found` of a disk that holds models and nothing else."""
+    before = read_models(directory=models)
+    loop = endless(models / "lost+found")
+    (models / "locked").mkdir()
+    endless(models / "locked" / "config.json")
+    with capture_logs() as lines:
+        assert read_models(directory=models) == before
+    passed_over = [(line["path"], line["log_level"]) for line in lines]
+    assert passed_over == [(str(models / "locked"), "warning"), (str(loop), "warning")]
 
 
 def test_what_a_directory_cannot_serve_is_named(models: Path) -> None:

@@ -80,3 +80,8 @@ def test_a_pipe_in_place_of_a_file_that_is_read_again_is_refused_at_once(setting
         print("secret", file=end, flush=True)
         with pytest.raises(ConfigurationError, match=rf"^{setting} .* can be read once: name a file instead"):
             load({setting: f"/dev/fd/{reading}"})
+
+
+def test_a_file_that_may_not_be_looked_at_is_named_by_its_reader() -> None:
+    with pytest.raises(ConfigurationError, match=r"api_keys_file .* cannot be read: .* File name too long"):
+        Keys((), load({"api_keys_file": "x" * 300}).settings.api_keys_file)

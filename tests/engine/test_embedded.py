@@ -254,7 +254,7 @@ def test_a_blocking_call_leaves_the_event_loop_of_its_thread() -> None:
     try:
         with InferenceEngine(CONFIG) as engine:
             engine.generate("abc", SHORT)
-        assert asyncio.get_event_loop_policy().get_event_loop() is before
+        assert asyncio.get_event_loop() is before
     finally:
         asyncio.set_event_loop(None)
         before.close()
@@ -296,6 +296,9 @@ def test_a_model_may_be_named_by_a_path(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_named_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="cannot be read: File name too long; check the path"):
         InferenceEngine(EngineConfig(model=f"{tmp_path}/{'x' * 300}"))
+    (tmp_path / "config.json").symlink_to("config.json")
+    with pytest.raises(ModelLoadError, match="cannot be read: Too many levels of symbolic links; check the path"):
+        InferenceEngine(EngineConfig(model=str(tmp_path)))
     for read in (read_header, read_json):  # as a file without permission, which root may read
         with pytest.raises(ModelLoadError, match="cannot be read: Is a directory; check the path and its permissions"):
             read(tmp_path)

@@ -77,6 +77,12 @@ def test_what_cannot_be_loaded_is_said(run: Run, tmp_path: Path) -> None:
     assert "no such directory" in run("list").stdout and rows(run)["four"][0] == "failed"
     assert "no such directory" in json.loads(run("show", "four").stdout)["last_error"]
 
+    hidden = "/" + "x" * 300  # where nobody may look, neither the command nor the server
+    failed = run("add", "five", hidden)
+    assert failed.exit_code == 1 and "cannot be read: File name too long; check the path" in failed.stderr
+    assert run("add", "six", hidden, "--set", "backend=echo").stdout == "six is offered\n", "it needs no files"
+    assert run("remove", "six").stdout == "six is removed\n"
+
 
 def test_the_fastest_backend_is_measured(run: Run, tiny_model: Path, tmp_path: Path) -> None:
     added = run("add", "tiny", str(tiny_model), "--set", "dtype=float32", "--measure")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -287,7 +288,7 @@ def _resolved(source: str) -> str:
     if (pair := absolute_pair(source)) is not None:
         return str(pair)
     path = Path(source).expanduser()
-    if path.exists():
+    if os.path.exists(path):  # false for what may not be looked at here: the server may
         return str(path.resolve() if path.is_dir() else path.absolute())
     if looks_like_path(source) and not path.is_absolute():
         raise ChatError(f"no such directory or file: {path}; give an absolute path if it is on another machine")

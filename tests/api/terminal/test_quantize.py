@@ -108,6 +108,7 @@ def test_bad_input_has_one_clear_line(made: Path, tiny_model: Path, tmp_path: Pa
         ((tiny_model, tmp_path / "out", "--calibration=/nowhere/text"), "No such file or directory; check the path"),
         ((tmp_path / "broken", tmp_path / "out"), "the weights are missing; download them"),
         ((tiny_model, tmp_path / "short" / "out"), "/short/out cannot be written: Not a directory; name another"),
+        ((tiny_model, tmp_path / ("x" * 300)), "xxx cannot be written: File name too long; name another directory"),
         ((tiny_model,), "name a model and a directory to write: penstock quantize MODEL OUT"),
     ):
         result = quantize(*arguments)

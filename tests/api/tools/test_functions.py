@@ -258,6 +258,8 @@ def test_every_fault_of_finding_is_told(module: str) -> None:
         "the tools my_tools:number",
         "the tools /no/such.py:x",
     ]
+    with pytest.raises(ConfigurationError, match="File name too long"):
+        find_functions([f"/{'x' * 300}.py:x"])
 
 
 def test_two_tools_of_a_name_are_refused(module: str) -> None:

@@ -215,6 +215,13 @@ class TestChecking:
     def test_an_adapter_that_cannot_be_read_has_no_digest(self, tmp_path: Path) -> None:
         assert adapter_source("mine", tmp_path / "gone").digest == ""
 
+    def test_what_may_not_be_looked_at_is_named_with_the_reason(self, tmp_path: Path) -> None:
+        weights = make_adapter(tmp_path / "mine", SIZES) / "adapter_model.safetensors"
+        weights.unlink()
+        weights.symlink_to(weights.name)
+        with pytest.raises(InvalidRequest, match="Too many levels of symbolic links"):
+            check_adapter(weights.parent)
+
     @pytest.mark.parametrize(
         ("sizes", "words"),
         [
