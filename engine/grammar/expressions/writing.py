@@ -24,7 +24,8 @@ from .sets import ESCAPED_IN_JSON, CharSet, both, members, size, without
 # escapes, or with their escapes; or without quotes and escapes.
 Strings = Literal["plain", "escaped", "raw"]
 _LONGEST = 500_000
-_MOST_WRITTEN_OUT = 6_000  # parts, repetitions written out
+_MOST_WRITTEN_OUT = 6_000  # parts, repetitions written out; a set of many characters counts as _WIDE parts
+_MANY, _WIDE = 200, 15
 _MOST_COUNTED = 128  # repetitions of one part that xgrammar counts in JSON
 _BY_RULES = "(?:é){0}"  # at the end of a pattern of which xgrammar is to make no automaton
 _SPECIAL = frozenset("\\^$.*+?()[]{}|/")
@@ -65,8 +66,10 @@ def by_automaton(pattern: str) -> str:
 
 
 def _length(node: Node) -> int:
-    """Of what is written, without numbers."""
+    """Of what is written, without numbers, by how long it takes to compile."""
     match node:
+        case Chars(known):
+            return _WIDE if size(known) > _MANY else 1
         case Seq(parts) | Alt(parts):
             return sum(map(_length, parts)) + 1
         case Repeat(part, least, most):

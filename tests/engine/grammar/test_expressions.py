@@ -100,3 +100,12 @@ def test_what_may_be_read_in_many_ways_takes_no_time(compiler: GrammarCompiler) 
         assert whole(compiler, grammar, "ab" * 200 + ("b" if pattern.endswith("b") else ""), random.Random(1)) == (
             pattern != "((a*)*)*b"
         )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_followed_by_one"),
+    [(r"(- [^\n]{5,80}\n){3,10}", False), (r".{1,200}", True), (r"(?:\d{1,99}-){50}", True)],
+)
+def test_automata_are_for_what_they_take_little_time_for(pattern: str, is_followed_by_one: bool) -> None:
+    """The first took seven seconds to compile with 49,152 tokens, more than is allowed, and by rules half a second."""
+    assert (regex_grammar(pattern).kind == "ebnf") == is_followed_by_one
