@@ -44,6 +44,7 @@ PATTERNS = [
     (r"\u{110000}", r"\u{110000} is no character; the last one is \u{10ffff}"),
     (r"\p{Greek}", r"\p is supported with categories of Unicode alone"),
     ("[a", "a class is not closed"),
+    pytest.param("(" * 101 + "a" + ")" * 101, "groups are within each other more than 100 deep", id="101 deep"),
     # Looking at all that is left at each of them would take minutes, in the event loop of the stage.
     pytest.param("(" * 50_000, "a ( has no ) behind it", id="50,000 groups"),
     pytest.param("a" * 50_001, "it has more than 50,000 characters", id="50,001 characters"),

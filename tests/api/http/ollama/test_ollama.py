@@ -32,6 +32,7 @@ from penstock.schemas.events import (
     Usage,
 )
 from penstock.schemas.ollama.bodies import ChatRequest, GenerateRequest
+from penstock.schemas.ollama.paths import in_ollama
 from penstock.schemas.openai.completions import parse_body, parse_request
 from penstock.schemas.registry import ModelCard
 
@@ -104,6 +105,14 @@ def test_refusals_name_what_the_client_sent(
     response = httpx.post(f"{echo_server.url}/api/chat", json=HELLO | change)
     assert response.status_code == status
     assert response.json().keys() == {"error"} and said in response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"), [("/api/chat", "messages[0].images[1]: no."), ("/api/generate", "images[1]: no.")]
+)
+def test_images_are_named_as_the_client_sent_them(path: str, expected: str) -> None:
+    param = "messages[0].content[1].image_url.url"
+    assert in_ollama(f"{param}: no.", param, path) == expected
 
 
 def test_refusals_of_embeddings_name_what_the_client_sent(echo_server: Served) -> None:
@@ -223,6 +232,7 @@ def test_calls_of_one_id_and_roles_in_capitals() -> None:
         ({"logprobs": True, "top_logprobs": 2}, {"logprobs": True, "top_logprobs": 2}),
         ({"keep_alive": "5m", "priority": "high"}, {"keep_alive": 300.0, "priority": "high"}),
         ({"options": {"repeat_penalty": 1.1, "num_predict": 9}}, {"repetition_penalty": 1.1, "max_tokens": 9}),
+        ({"options": {"num_predict": -2, "seed": -1}}, {}),
     ],
 )
 def test_parameters_keep_their_meaning(given: dict[str, Any], expected: dict[str, Any]) -> None:
