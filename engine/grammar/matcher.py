@@ -236,6 +236,7 @@ class Matcher:
         self._is_settled = False  # whether a free token has ruled out an unfinished literal; set by `accept`
         self.cost = 0.0  # seconds of CPU time that the newest mask took; set by `mask`
         self._newest = 0.0  # seconds that the newest token took; set by `accept`
+        self._was_slow = False  # whether the one before took too long, as one does now and then; set by `accept`
         self._spent = 0.0  # seconds that all masks and tokens took; set by `mask` and `accept`
         self._num_taken = 0  # tokens; set by `accept`
         self._looks_ahead = True  # set by `forced`
@@ -264,12 +265,13 @@ class Matcher:
         Raises `GenerationFailed` where the grammar does not allow it, or is so ambiguous that others would wait for it.
         """
         took, allowed = max(self.cost, self._newest), _MAX_AHEAD_SECONDS + _MAX_MEAN_SECONDS * self._num_taken
-        if took > _MAX_MASK_SECONDS or self._spent > allowed:
+        if (took > _MAX_MASK_SECONDS and self._was_slow) or self._spent > allowed:
             took = max(took, self._spent / (self._num_taken + 1))
             raise GenerationFailed(
                 f"the answer's grammar is too ambiguous: it takes {took * 1000:.0f} ms a token; "
                 "repetitions of repetitions, as in (a*)*, do that"
             )
+        self._was_slow, self.cost = took > _MAX_MASK_SECONDS, 0.0
         begun = time.thread_time()
         if not self._matcher.accept_token(token):
             raise GenerationFailed(f"token {token} does not fit into the answer's grammar")

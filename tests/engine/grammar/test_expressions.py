@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ import pytest
 from penstock.engine.grammar.json_schema import json_schema_grammar, regex_grammar
 from penstock.engine.grammar.matcher import GrammarCompiler
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.schemas.params import Grammar
+from penstock.schemas.errors import GenerationFailed
+from penstock.schemas.params import GenerationParams, Grammar
 
 # Each with the characters of the texts that are tried.
 PATTERNS = [
@@ -109,3 +111,31 @@ def test_what_may_be_read_in_many_ways_takes_no_time(compiler: GrammarCompiler) 
 def test_automata_are_for_what_they_take_little_time_for(pattern: str, is_followed_by_one: bool) -> None:
     """The first took seven seconds to compile with 49,152 tokens, more than is allowed, and by rules half a second."""
     assert (regex_grammar(pattern).kind == "ebnf") == is_followed_by_one
+
+
+def test_one_token_may_take_long_now_and_then(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where xgrammar needs more room for what it has read. An ambiguous grammar takes long for each token."""
+    took: list[float] = []
+    now = 0.0
+
+    def thread_time() -> float:
+        nonlocal now
+        now += took.pop() if took else 0.0
+        return now
+
+    monkeypatch.setattr("penstock.engine.grammar.matcher.time", SimpleNamespace(thread_time=thread_time))
+    matcher = compiler.matcher(GenerationParams(grammar=regex_grammar("a*b")))
+    assert matcher is not None
+    token = compiler._texts.index(b"a")
+
+    def accept(seconds: float) -> None:
+        matcher.mask()
+        took[:] = [seconds, 0.0]  # what passes before its second look at the clock, and before its first
+        matcher.accept(token)
+
+    for seconds in (0.03, 0.0, *[0.0] * 10, 0.03, 0.0):
+        accept(seconds)
+    accept(0.03)
+    accept(0.03)
+    with pytest.raises(GenerationFailed, match="too ambiguous"):
+        accept(0.0)
