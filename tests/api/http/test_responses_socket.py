@@ -18,7 +18,9 @@ from serving import Served
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from penstock.api.http.answers import EventStream
 from penstock.api.http.responses_socket import MAX_WAITING
+from penstock.schemas.events import Accepted, Queued
 from penstock.schemas.registry import StageCard
 
 ENDS = ("response.completed", "response.incomplete", "response.failed", "response.steer.failed", "error")
@@ -213,6 +215,27 @@ async def running(server: Server) -> Script:
     await server.script.registry.announce_stage(StageCard(stage="tools", id="t0", pid=1))
     await server.script.registry.refresh()
     return server.script
+
+
+async def test_what_keeps_a_stream_open_is_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinged, ping = asyncio.Semaphore(0), EventStream._ping
+
+    def counted(stream: EventStream) -> bytes:
+        pinged.release()
+        return ping(stream)
+
+    monkeypatch.setattr(EventStream, "_ping", counted)
+    async with Server.run(keepalive_interval=0.02) as server, opened(server) as socket:
+        script = await running(server)
+        await socket.send('{"type": "response.create", "model": "echo", "input": "x", "store": false}')
+        await script.tell([Accepted("", "echo", 7, 9), Queued("", 1)], await script.job())
+        async with asyncio.timeout(30):
+            for _ in range(2):
+                await pinged.acquire()
+        await socket.send("{")
+        while (found := await told(socket))["type"] != "error":
+            assert found["type"].startswith("response.")
+        assert found["error"]["code"] == "invalid_json"
 
 
 async def test_no_more_messages_wait_than_may() -> None:
