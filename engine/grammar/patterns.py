@@ -11,7 +11,7 @@ from ...schemas.errors import InvalidRequest
 from ...schemas.params import Grammar
 from .expressions.lengths import held_to
 from .expressions.reading import Fault
-from .expressions.whole import is_anchored, whole
+from .expressions.whole import containing, whole
 from .expressions.writing import Strings, by_automaton, in_quotes, is_automatic, written
 
 __all__ = ["Strings", "both_patterns", "check_pattern", "key_pattern", "schema_pattern", "text_grammar"]
@@ -51,8 +51,7 @@ def schema_pattern(
     Raises `InvalidRequest` with `path` as its `param`.
     """
     with _refusals(path):
-        node = whole(pattern, searches=is_contained or is_anchored(pattern))
-        held = held_to(node, least, most)
+        held = held_to(containing(pattern, anywhere=is_contained), least, most)
         return None if held is None else written(held, strings)
 
 

@@ -19,6 +19,7 @@ from ..errors import InvalidRequest
 from ..jobs import Priority
 from ..openai.body import Body, ModelName, OpenBody, Unsupported
 from ..openai.chat import MOST_MESSAGES
+from ..openai.dialects import schema_format, thought_options
 from ..openai.result_images import ResultImages
 from .blocks import (
     Block,
@@ -41,7 +42,6 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _OF_TOOLS = ("defer_loading", "input_examples", "allowed_callers")  # fields of a tool without effect
 _SAME = {"max_tokens", "temperature", "top_p", "top_k", "stop_sequences", "stream", "priority", "timeout"}
 _SAME |= {"seed", "min_p", "repetition_penalty"}
-_THINKS = {"enable_thinking": True, "thinking": True}  # the names of the switch in chat templates
 
 
 class InputMessage(OpenBody):
@@ -207,19 +207,14 @@ class CountRequest(Body):
                 body["parallel_tool_calls"] = False
         body |= self._reasoning()
         if form := (self.output_config and self.output_config.format) or self.output_format:
-            schema = {"name": "output", "schema": form.schema_}  # not strict: properties may be optional
-            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+            body |= schema_format(form.schema_)
         return body
 
     def _reasoning(self) -> dict[str, Any]:
-        """The parameters for thoughts. Clients ask every model to think; the templates of those that cannot ignore
-        these."""
         if self.thinking and self.thinking.type == "disabled":
             return {"reasoning_effort": "none"}
-        options: dict[str, Any] = dict(_THINKS) if self.thinking else {}
-        if self.output_config and (effort := self.output_config.effort):
-            options["reasoning_effort"] = "xhigh" if effort == "max" else effort
-        return {"chat_template_kwargs": options} if options else {}
+        effort = self.output_config.effort if self.output_config else None
+        return thought_options(effort, thinks=self.thinking is not None)
 
 
 class MessagesRequest(CountRequest):

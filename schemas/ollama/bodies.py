@@ -17,10 +17,10 @@ from ..jobs import Endpoint, Priority
 from ..openai.body import Body, ModelName, Unsupported
 from ..openai.chat import MOST_MESSAGES
 from ..openai.completions import KeepAlive
+from ..openai.dialects import schema_format, thought_options
 from .options import Options
 from .turns import ChatMessage, chat_messages, chat_tool
 
-_THINKS = {"enable_thinking": True, "thinking": True}  # the names of the switch in chat templates
 _SAME = {"model", "keep_alive", "priority", "timeout"}
 
 
@@ -128,22 +128,20 @@ class _Answered(OllamaRequest):
         body = super().body() | (self.options.parameters if self.options else {})
         body |= {"stream": self.streams, "fit_max_tokens": True}
         if isinstance(self.format, dict):
-            schema = {"name": "output", "schema": self.format}  # not strict: properties may be optional
-            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+            body |= schema_format(self.format)
         elif self.format:
             body["response_format"] = {"type": "json_object"}
         return body
 
     def _of_chat(self) -> dict[str, Any]:
-        """The parameters that only a chat has. Templates of models that cannot think ignore those for thoughts."""
+        """The parameters that only a chat has."""
         body: dict[str, Any] = {}
         if self.logprobs:
             body |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
         if self.think is False:
             body["reasoning_effort"] = "none"
         elif self.think:
-            effort = {} if self.think is True else {"reasoning_effort": "xhigh" if self.think == "max" else self.think}
-            body["chat_template_kwargs"] = {**_THINKS, **effort}
+            body |= thought_options(None if self.think is True else self.think, thinks=True)
         return body
 
 

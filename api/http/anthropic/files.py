@@ -12,8 +12,9 @@ from starlette.datastructures import FormData
 
 from ....schemas.errors import InvalidRequest
 from ....schemas.ids import index_behind
+from ....schemas.times import rfc3339
 from ....streams.stores.objects import ObjectInfo
-from .lists import VERSION, page, rfc3339
+from .lists import VERSION, page
 
 PURPOSE = "user_data"  # of files that Anthropic's clients upload
 SHORTEST = 3600  # seconds that a file may be asked to live

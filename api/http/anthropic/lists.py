@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import Request
@@ -12,13 +11,10 @@ from fastapi import Request
 from ....schemas.errors import InvalidRequest
 from ....schemas.ids import index_behind
 from ....schemas.registry import ModelCard
+from ....schemas.times import rfc3339
 
 VERSION = "anthropic-version"
 MAX_LISTED = 1000
-
-
-def rfc3339(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def model_info(card: ModelCard, name: str) -> dict[str, Any]:

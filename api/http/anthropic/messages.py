@@ -20,6 +20,7 @@ from ....schemas.openai.completions import parse_body, parse_request
 from ...render.anthropic import THREAD, MessageRenderer, error_payload, sse
 from ..answers import Answer
 from ..middleware.error_forms import ErrorForm
+from ..middleware.headers import check_unused
 from ..middleware.ignored import known_fields, name_ignored
 from ..openapi import STREAMED, body_of
 from ..requests import Gateway, open_request, read_as, size_of, tenant_of
@@ -57,10 +58,7 @@ def add_messages(app: FastAPI, gateway: Gateway) -> None:
     async def messages(request: Request) -> Response:
         """Anthropic's `/v1/messages`, and Penstock's `priority` and `timeout`."""
         asked, body = await read_as(partial(_translated, request, gateway.settings), request, gateway.settings)
-        for header in ("penstock-resumable", "last-event-id", "penstock-events"):
-            if header in request.headers:
-                advice = "send Idempotency-Key, and repeat the request to get the same answer"
-                raise InvalidRequest(f"The header {header} is not for this path; {advice}.", param=header)
+        check_unused(request.headers)
         reading = (await open_request(request, gateway, CHAT, body, "msg-")).reading
         return MessageAnswer(
             reading,

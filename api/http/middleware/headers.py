@@ -20,6 +20,14 @@ def check_single(headers: Headers, names: Iterable[str]) -> None:
             raise InvalidRequest(f"The header {name} has {len(given)} values, not all the same; send one.", param=name)
 
 
+def check_unused(headers: Headers) -> None:
+    """Raises `InvalidRequest` for a header with which streams are resumed, on a path where they are not."""
+    for name in ("penstock-resumable", "last-event-id", "penstock-events"):
+        if name in headers:
+            advice = "send Idempotency-Key, and repeat the request to get the same answer"
+            raise InvalidRequest(f"The header {name} is not for this path; {advice}.", param=name)
+
+
 def flag(headers: Headers, name: str) -> bool:
     value = headers.get(name, "")
     if value and value.lower() not in ("true", "1"):

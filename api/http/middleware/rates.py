@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ....schemas.rates import Bucket, Kind
+from ....schemas.times import rfc3339
 from ...bridge.rates import HeardRates
 
 _FIGURES, _KINDS = ("limit", "remaining", "reset"), ("requests", "tokens")
@@ -51,10 +51,9 @@ def openai(buckets: Mapping[Kind, Bucket]) -> Iterator[tuple[str, str]]:
 def anthropic(buckets: Mapping[Kind, Bucket]) -> Iterator[tuple[str, str]]:
     """https://docs.anthropic.com/en/api/rate-limits#response-headers"""
     for kind, bucket in buckets.items():
-        full = datetime.fromtimestamp(math.ceil(time.time() + bucket.wait(bucket.limit)), UTC)
         yield f"anthropic-ratelimit-{kind}-limit", str(bucket.limit)
         yield f"anthropic-ratelimit-{kind}-remaining", _left(bucket)
-        yield f"anthropic-ratelimit-{kind}-reset", full.strftime("%Y-%m-%dT%H:%M:%SZ")
+        yield f"anthropic-ratelimit-{kind}-reset", rfc3339(math.ceil(time.time() + bucket.wait(bucket.limit)))
 
 
 def _left(bucket: Bucket) -> str:

@@ -147,23 +147,23 @@ class ModelRoutes:
     async def load(self, request: Request) -> Any:
         """Load a model before it is asked for."""
         check_admin(request)
-        await self.load_named(request, (await read_parsed(ModelRequest, request, self._gateway.settings)).model)
+        await self.load_named((await read_parsed(ModelRequest, request, self._gateway.settings)).model)
         return {"success": True}
 
-    async def load_named(self, request: Request, name: str) -> None:
+    async def load_named(self, name: str) -> None:
         """Load a model that stays loaded until it is idle. Raises as `unload_named` does."""
-        key = await self._key(request, name)
+        key = await self._key(name)
         await self._change(key, partial(_requested, now=self._gateway.broker.now()))
 
     async def unload(self, request: Request) -> Any:
         """Unload a model once it has finished what it runs; what waits for it then loads it again."""
         check_admin(request)
-        await self.unload_named(request, (await read_parsed(ModelRequest, request, self._gateway.settings)).model)
+        await self.unload_named((await read_parsed(ModelRequest, request, self._gateway.settings)).model)
         return {"success": True}
 
-    async def unload_named(self, request: Request, name: str) -> None:
-        """Unload a model. Raises `Forbidden`, `Conflict`, and `InvalidRequest` or `ModelNotFound`."""
-        key = await self._key(request, name)
+    async def unload_named(self, name: str) -> None:
+        """Unload a model. Raises `Conflict`, and `InvalidRequest` or `ModelNotFound`."""
+        key = await self._key(name)
         replicas = [each for each in await (await self._store()).states() if each.first == key and each != key]
         for each in (key, *replicas):
             await self._change(each, partial(_unwanted, now=self._gateway.broker.now()))
@@ -269,9 +269,8 @@ class ModelRoutes:
             return "ready"
         return "loading" if self._gateway.bridge.loads.is_loading(card.name, card.revision) else "unloaded"
 
-    async def _key(self, request: Request, name: str) -> RevisionKey:
-        """The model that an operator's request names. Raises `Forbidden`, and `InvalidRequest` or `ModelNotFound`."""
-        check_admin(request)
+    async def _key(self, name: str) -> RevisionKey:
+        """The model that an operator means. Raises `InvalidRequest` or `ModelNotFound`."""
         with contextlib.suppress(ModelNotFound):  # what was just added may not have been announced
             entry = (await (await self._store()).read()).find(name)
             return RevisionKey(entry.name, entry.revision)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, TypeVar
 
-import orjson
 from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import MutableHeaders
 from starlette.types import Scope
 
 from ....config.settings import Settings
-from ....schemas.errors import InvalidRequest
 from ....schemas.events import Event
 from ....schemas.ollama.bodies import ChatRequest, EmbeddingsRequest, EmbedRequest, GenerateRequest, OllamaRequest
 from ....schemas.ollama.options import Options
@@ -22,7 +20,9 @@ from ...render.ollama import LineRenderer, Timer, Vectors, error_line, line
 from ...render.openai import PREFIX, Renderer
 from ..answers import Answer
 from ..middleware.error_forms import ErrorForm
+from ..middleware.headers import check_unused
 from ..middleware.ignored import known_fields, name_ignored
+from ..models.catalogue import check_admin
 from ..models.states import ModelRoutes
 from ..openapi import body_of
 from ..requests import Gateway, caller_of, open_request, read_as
@@ -61,31 +61,32 @@ def add_ollama(app: FastAPI, gateway: Gateway, models: ModelRoutes) -> None:
     async def answered(request: Request, kind: type[ChatRequest] | type[GenerateRequest]) -> Response:
         timer = Timer()
         asked = await read_as(partial(_read, kind, request, settings), request, settings)
-        body = {**asked.body(), "model": await gateway.registry.untagged(asked.model)}
         is_chat = kind is ChatRequest
         if asked.only_loads:
-            word = "unload" if asked.keep_alive == 0 else "load"
-            if word == "unload":
-                await models.unload_named(request, body["model"])
-            elif (await gateway.preparers.card(body["model"])).catalogued and caller_of(request).admin:
-                await models.load_named(request, body["model"])  # others are loaded, or will be when they are asked
-            if word == "load" and asked.keep_alive is not None:
-                name_ignored(request, ["keep_alive"])  # it counts from a request that was answered
             renderer = LineRenderer(asked.endpoint, "", asked.model, is_chat=is_chat, timer=timer)
-            return Response(orjson.dumps(renderer.empty(word)), media_type="application/json")
-        for header in ("penstock-resumable", "last-event-id", "penstock-events"):
-            if header in request.headers:
-                advice = "send Idempotency-Key, and repeat the request to get the same answer"
-                raise InvalidRequest(f"The header {header} is not for this path; {advice}.", param=header)
-        reading = (await open_request(request, gateway, asked.endpoint, body, PREFIX[asked.endpoint])).reading
+            return JSONResponse(renderer.empty(await loaded(request, asked.model, asked.keep_alive)))
+        check_unused(request.headers)
+        reading = (await open_request(request, gateway, asked.endpoint, asked.body(), PREFIX[asked.endpoint])).reading
         renderer = LineRenderer(asked.endpoint, reading.request, asked.model, is_chat=is_chat, timer=timer)
         return LineAnswer(reading, renderer, streaming=asked.streams, keepalive=settings.keepalive_interval)
+
+    async def loaded(request: Request, model: str, keep_alive: float | None) -> str:
+        """Load or unload a model for a request that asks nothing; returns Ollama's word for it."""
+        name = await gateway.registry.untagged(model)
+        if keep_alive == 0:
+            check_admin(request)
+            await models.unload_named(name)
+            return "unload"
+        if (await gateway.preparers.card(name)).catalogued and caller_of(request).admin:
+            await models.load_named(name)  # others are loaded, or will be when they are asked
+        if keep_alive is not None:
+            name_ignored(request, ["keep_alive"])  # it counts from a request that was answered
+        return "load"
 
     async def embedded(request: Request, kind: type[EmbedRequest] | type[EmbeddingsRequest]) -> Response:
         timer = Timer()
         asked = await read_as(partial(_read, kind, request, settings), request, settings)
-        body = {**asked.body(), "model": await gateway.registry.untagged(asked.model)}
-        reading = (await open_request(request, gateway, asked.endpoint, body, PREFIX[asked.endpoint])).reading
+        reading = (await open_request(request, gateway, asked.endpoint, asked.body(), PREFIX[asked.endpoint])).reading
         alone = kind is EmbeddingsRequest
         renderer: Renderer = Vectors(reading.request, asked.model, alone=alone, timer=timer)
         return Answer(reading, renderer, streaming=False, keepalive=settings.keepalive_interval)

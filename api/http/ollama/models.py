@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import AsyncIterator, Iterator
-from datetime import UTC, datetime
 from typing import Any
 
 import orjson
@@ -15,6 +14,7 @@ from ....schemas.errors import ModelNotFound
 from ....schemas.ollama.bodies import ModelRequest
 from ....schemas.ollama.options import called_here
 from ....schemas.registry import ModelCard
+from ....schemas.times import rfc3339
 from ....schemas.version import __version__
 from ....streams.stores.registry import LATEST
 from ..models.states import ModelRoutes
@@ -91,7 +91,7 @@ class OllamaModels:
                     f"{_FAMILY}.context_length": card.context_length,
                 },
                 "capabilities": capabilities,
-                "modified_at": _rfc3339(card.created),
+                "modified_at": rfc3339(card.created),
             }
         )
 
@@ -125,7 +125,7 @@ def _listed(card: ModelCard, name: str) -> dict[str, Any]:
     return {
         "name": tagged,
         "model": tagged,
-        "modified_at": _rfc3339(card.created),
+        "modified_at": rfc3339(card.created),
         "size": 0,
         "digest": digest,
         "details": _details(card),
@@ -149,7 +149,3 @@ def _details(card: ModelCard) -> dict[str, Any]:
         "parameter_size": "",
         "quantization_level": "",
     }
-
-
-def _rfc3339(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -2,55 +2,54 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from .automata import without_looks
 from .nodes import ANYTHING, EMPTY, NOTHING, Alt, Edge, Node, Repeat, Seq, alt, has_looks, seq, walk
 from .reading import Fault, read
 
 
-def whole(pattern: str, *, searches: bool = False) -> Node:
-    """The texts that a pattern matches as a whole; or, with `searches`, in which it is found.
+def whole(pattern: str) -> Node:
+    """The texts that a pattern matches as a whole. Raises `Fault`, for a pattern that no text matches as well."""
+    return _without_looks(read(pattern), EMPTY)
 
-    Raises `Fault`, for a pattern that no text matches as well.
-    """
+
+def containing(pattern: str, *, anywhere: bool) -> Node:
+    """The texts in which a pattern is found; if it says neither where a text begins nor where it ends, and may not be
+    `anywhere`, those that it matches as a whole. Raises `Fault`, for a pattern that no text matches as well."""
     node = read(pattern)
-    around = ANYTHING if searches else EMPTY
+    is_anchored = any(isinstance(one, Edge) and one.kind in "^$" for one in walk(node))
+    return _without_looks(node, ANYTHING if anywhere or is_anchored else EMPTY)
+
+
+def _without_looks(node: Node, around: Node) -> Node:
+    """The texts of an expression, with `around` before and after them, where these may be."""
     if not has_looks(node):
         node = seq(around, node, around)
     else:
-        simple = _from_begin(_to_end(node, around), around)
+        simple = _from_edge("^", _from_edge("$", node, around), around)
         node = without_looks(seq(around, node, around)) if has_looks(simple) else simple
     if node == NOTHING:
         raise Fault("no text matches it")
     return node
 
 
-def is_anchored(pattern: str) -> bool:
-    """Whether a pattern says where a text begins or ends. Raises `Fault`."""
-    return any(isinstance(one, Edge) and one.kind in "^$" for one in walk(read(pattern)))
-
-
-def _from_begin(node: Node, around: Node) -> Node:
-    """With what may come before it, where it does not have to stand at the beginning."""
+def _from_edge(edge: Literal["^", "$"], node: Node, around: Node) -> Node:
+    """With what may be between an edge of the text and the expression, where that does not have to stand there."""
     match node:
-        case Edge("^"):
+        case Edge(kind) if kind == edge:
             return EMPTY
         case Alt(options):
-            return alt(*(_from_begin(one, around) for one in options))
-        case Seq((first, *others)) if first == Edge("^") or (isinstance(first, Alt | Repeat) and has_looks(first)):
-            return seq(_from_begin(first, around), *others)
+            return alt(*(_from_edge(edge, one, around) for one in options))
+        case Seq(parts) if parts:
+            outer, others = (parts[0], parts[1:]) if edge == "^" else (parts[-1], parts[:-1])
+            if outer == Edge(edge) or (isinstance(outer, Alt | Repeat) and has_looks(outer)):
+                return _beside(edge, _from_edge(edge, outer, around), *others)
         case Repeat(part, 0, 1) if has_looks(part):
-            return alt(_from_begin(part, around), around)
-    return seq(around, node)
+            return alt(_from_edge(edge, part, around), around)
+    return _beside(edge, around, node)
 
 
-def _to_end(node: Node, around: Node) -> Node:
-    match node:
-        case Edge("$"):
-            return EMPTY
-        case Alt(options):
-            return alt(*(_to_end(one, around) for one in options))
-        case Seq((*others, last)) if last == Edge("$") or (isinstance(last, Alt | Repeat) and has_looks(last)):
-            return seq(*others, _to_end(last, around))
-        case Repeat(part, 0, 1) if has_looks(part):
-            return alt(_to_end(part, around), around)
-    return seq(node, around)
+def _beside(edge: Literal["^", "$"], outer: Node, *others: Node) -> Node:
+    """The parts in their order, of which `outer` is on the side of an edge."""
+    return seq(outer, *others) if edge == "^" else seq(*others, outer)

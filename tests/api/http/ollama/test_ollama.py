@@ -366,10 +366,10 @@ async def test_a_chat_without_messages_loads_and_unloads() -> None:
     script = await Script.start()
     done: list[tuple[str, str]] = []
 
-    async def load(_: Any, request: Any, name: str) -> None:
+    async def load(_: Any, name: str) -> None:
         done.append(("load", name))
 
-    async def unload(_: Any, request: Any, name: str) -> None:
+    async def unload(_: Any, name: str) -> None:
         done.append(("unload", name))
 
     card = ModelCard(name="m", source="m", backend="echo", context_length=9, created=7, catalogued=True)
