@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import Match, Route
 
 _LONGEST = 300  # characters of a path whose meaning is looked for
-_AZURE = re.compile(r"/v1/deployments/.+")
+_AZURE = re.compile(r"(/openai|/v1)/deployments/.+")
 _OLLAMA = re.compile(r"/api/(blobs/.+|copy|create|delete|push)")
 
 

@@ -34,4 +34,5 @@ def openai_path(rest: str) -> tuple[str, str | None]:
         for end in _OF_DEPLOYMENTS:
             if rest.endswith(end) and (name := rest[len(_DEPLOYMENTS) : -len(end)]):
                 return f"/v1{end}", name
+        return f"{_BASE}{rest}", None  # which is refused by its own name
     return f"/v1/{rest.removeprefix('v1/')}", None

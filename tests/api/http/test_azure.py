@@ -54,8 +54,8 @@ def test_the_deployment_is_the_model(echo_server: Served) -> None:
     [
         ("deployments/a/b/chat/completions", "/v1/chat/completions", "a/b"),
         ("deployments/m/embeddings", "/v1/embeddings", "m"),
-        ("deployments//completions", "/v1/deployments//completions", None),
-        ("deployments/m/images", "/v1/deployments/m/images", None),
+        ("deployments//completions", "/openai/deployments//completions", None),
+        ("deployments/m/images", "/openai/deployments/m/images", None),
         ("v1/responses", "/v1/responses", None),
         ("files", "/v1/files", None),
     ],
