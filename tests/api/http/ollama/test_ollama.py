@@ -157,6 +157,7 @@ def test_models_are_listed_shown_and_found_by_their_tags(client: ollama.Client, 
     assert httpx.post(f"{echo_server.url}/v1/chat/completions", json=asked).status_code == 200
     shown = client.show("echo:latest")
     assert shown.capabilities is not None and "completion" in shown.capabilities
+    assert {"embedding", "insert", "vision"}.isdisjoint(shown.capabilities)
     facts = dict(shown.modelinfo or {})
     assert facts[f"{facts['general.architecture']}.context_length"] == loaded.context_length
     assert client.chat(**HELLO | {"model": "echo:latest"}).model == "echo:latest"
