@@ -10,9 +10,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from math import inf
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,6 +22,7 @@ from .backend import Backend
 from .blocking import result_of
 from .choice import Choice
 from .handle import RequestHandle
+from .request import EngineRequest
 from .stalls import StallClock
 
 _AT_EXIT = 5.0  # seconds that the end of the interpreter waits for a thread
@@ -123,11 +124,21 @@ class Driver:
             self.close_soon()
             raise
 
-    @property
-    def together(self) -> AbstractContextManager[Any]:
-        """What is submitted within it takes effect between the same two steps."""
+    @contextmanager
+    def together(self, requests: Sequence[EngineRequest]) -> Iterator[None]:
+        """What is submitted within it takes effect between the same two steps.
+
+        Raises `InvalidRequest` for a request that already runs, or is among `requests` twice.
+        """
         self._refuse_child()
-        return self._changed
+        with self._changed:
+            seen: set[_Key] = set()
+            for request in requests:
+                keys = {(request.id, request.epoch, choice) for choice in range(request.params.n)}
+                if not keys.isdisjoint(seen) or not keys.isdisjoint(self._running):
+                    raise _already_runs(request)
+                seen |= keys
+            yield
 
     def submit(self, choices: Iterable[Choice], handle: RequestHandle) -> None:
         """Run the choices of one request; their deltas go to `handle`.
@@ -140,7 +151,7 @@ class Driver:
             if not self.healthy:
                 raise GenerationFailed(_STOPPED)
             if new.keys() & self._running.keys():
-                raise InvalidRequest(f"request {handle.request.id!r} already runs; choose another id", param="id")
+                raise _already_runs(handle.request)
             for running in new.values():
                 running.choice.preemptions = handle.preemptions
             self._running |= new
@@ -324,6 +335,10 @@ class Driver:
             except RuntimeError:  # the loop is closed: no one will read these handles
                 for handle in handles:
                     handle.cancel()
+
+
+def _already_runs(request: EngineRequest) -> InvalidRequest:
+    return InvalidRequest(f"request {request.id!r} already runs; choose another id", param="id")
 
 
 def _key(choice: Choice) -> _Key:

@@ -212,7 +212,7 @@ class InferenceEngine:
     def open_all(self, requests: Sequence[EngineRequest]) -> list[RequestHandle]:
         """`open` for each, so that all are there before the next step; if one is refused, none runs."""
         starts = [self._prepared(request) for request in requests]
-        with self._driver.together:
+        with self._driver.together(requests):
             return started(starts)
 
     def _prepared(self, request: EngineRequest, instead: str | None = None) -> Callable[[], RequestHandle]:
