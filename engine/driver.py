@@ -132,12 +132,12 @@ class Driver:
         """
         self._refuse_child()
         with self._changed:
-            seen: set[_Key] = set()
+            taken = set(self._running)
             for request in requests:
-                keys = {(request.id, request.epoch, choice) for choice in range(request.params.n)}
-                if not keys.isdisjoint(seen) or not keys.isdisjoint(self._running):
+                keys = {(request.id, request.epoch, request.first_choice + n) for n in range(request.params.n)}
+                if keys & taken:
                     raise _already_runs(request)
-                seen |= keys
+                taken |= keys
             yield
 
     def submit(self, choices: Iterable[Choice], handle: RequestHandle) -> None:
