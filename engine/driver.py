@@ -132,12 +132,12 @@ class Driver:
         """
         self._refuse_child()
         with self._changed:
-            taken = set(self._running)
+            seen: set[_Key] = set()
             for request in requests:
                 keys = {(request.id, request.epoch, request.first_choice + n) for n in range(request.params.n)}
-                if keys & taken:
+                if keys & seen or keys & self._running.keys():
                     raise _already_runs(request)
-                taken |= keys
+                seen |= keys
             yield
 
     def submit(self, choices: Iterable[Choice], handle: RequestHandle) -> None:
