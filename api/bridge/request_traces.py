@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 from ...schemas.errors import StreamNotFound
@@ -73,6 +73,7 @@ class _Run:
         self.hop = next((hop for hop in reversed(hops) if hop.stage == "infer"), None)
         self.worker = self.hop.more.get("worker") if self.hop else None
         self.batch = next((hop for hop in reversed(hops) if hop.stage == "batch"), None)
+        self.told = _told_of_the_last(self.hop, self.batch)
         self.tokens = 0  # set by add, like these
         self.first: float | None = None
         self.last: float | None = None
@@ -91,8 +92,7 @@ class _Run:
         if self.unfinished <= 0:
             left, ending = self.last, "finished"
         elif following is not None:
-            returned = following.batch is not None and "returned" in following.batch.more
-            left, ending = self.last or self.at, "returned" if returned else "lost"
+            left, ending = self.last or self.at, "returned" if "returned" in following.told else "lost"
         return StageVisit.model_validate(
             {
                 "stage": "infer",
@@ -281,10 +281,18 @@ def _size(batch: Hop | None) -> int | None:
     return int(size) if size.isdecimal() else None
 
 
+def _told_of_the_last(infer: Hop | None, batch: Hop | None) -> Mapping[str, str]:
+    """What the hops tell of the worker before: a new process of its name says so itself, for another one the batch
+    stage does."""
+    return infer.more if infer and "lost" in infer.more else batch.more if batch else {}
+
+
 def _taken_over(before: _Run | None, run: _Run) -> str:
-    told = run.batch.more if run.batch else {}
+    told = run.told
     former = (before.worker if before else None) or told.get("lost") or told.get("returned") or "its worker"
     worker = run.worker or "another worker"
+    if worker == former and "lost" in told:
+        worker = f"{worker} (restarted)"
     how = "was stopping" if "returned" in told else "died" if "lost" in told else "was no longer heard"
     if before is None or not run.from_token:
         return f"{former} {how} before the first token, {worker} began"

@@ -130,7 +130,7 @@ class Infer(Stage):
 
     async def handle(self, delivery: Delivery) -> None:
         if (visit := CURRENT.get()) is not None:
-            CURRENT.set(visit.noting(worker=self._card.id))
+            CURRENT.set(visit := visit.noting(worker=self._card.id))
         message = delivery.message
         batch = codec.decode_model(InferenceBatch, message.data, message.headers.get(SCHEMA))
         epochs = batch.epochs or (0,) * len(batch.jobs)
@@ -140,6 +140,8 @@ class Infer(Stage):
         is_ours = batch.incarnation == self._card.incarnation
         if is_ours:
             self.room.arrivals.add(batch.sender, batch.number, batch.oldest)
+        elif visit is not None:
+            CURRENT.set(visit.noting(lost=batch.worker))
         # An earlier process with this worker's name may have used this epoch already: start above it.
         used = delivery.attempt - (1 if is_ours else 0)
         for job in batch.jobs:

@@ -48,9 +48,11 @@ def test_a_killed_worker_is_seen(serve: Serve) -> None:
     assert (lost.worker, lost.ending, lost.from_token) == (first.worker, "lost", 0)
     assert (successor.ending, successor.from_token) == ("finished", lost.tokens)
     assert 0 < lost.tokens < TOKENS == lost.tokens + successor.tokens
-    assert [visit.stage for visit in ended.stages].count("batch") == 2
+    is_restarted = successor.worker == lost.worker  # where the new process is faster than the batch stage
+    assert is_restarted or [visit.stage for visit in ended.stages].count("batch") == 2
     (takeover,) = (mark.text for mark in ended.marks if mark.kind == "takeover")
-    assert takeover == f"{lost.worker} died here, {successor.worker} continued at token {lost.tokens}"
+    by = f"{successor.worker} (restarted)" if is_restarted else successor.worker
+    assert takeover == f"{lost.worker} died here, {by} continued at token {lost.tokens}"
 
     shown = Process("trace", id, "--url", server.url)
     assert shown.wait() == 0, shown.output

@@ -124,15 +124,22 @@ def test_a_request_that_still_waits(slow: Applications) -> None:
     assert (trace.stages[-1].left, kinds(trace)) == (None, ["accepted"])
 
 
-def test_a_takeover_names_both_workers_and_the_token(applications: Applications) -> None:
-    """`w9` said so much, and died; its batch lies with nobody."""
+@pytest.mark.parametrize(
+    ("former", "told"),
+    [
+        ("w9", "w9 died here, w0 continued at token 3"),
+        ("w0", "w0 died here, w0 (restarted) continued at token 3"),
+    ],
+)
+def test_a_takeover_names_both_workers_and_the_token(applications: Applications, former: str, told: str) -> None:
+    """The former process said so much, and died; its batch lies with nobody, or with the new process of its name."""
     pipe = applications.pipeline.pipe
 
     async def scene() -> str:
         job = validated(f"r-{uuid.uuid4().hex}", pipe)
         now = pipe.now()
-        hops = append_hop("", "batch", at=now - 3, began=now - 3, left=now - 2, worker="w9", size=4)
-        announced = append_hop(hops, "infer", at=now - 2, began=now - 1, worker="w9", epoch=1)
+        hops = append_hop("", "batch", at=now - 3, began=now - 3, left=now - 2, worker=former, size=4)
+        announced = append_hop(hops, "infer", at=now - 2, began=now - 1, worker=former, epoch=1)
         outputs: list[tuple[Output, dict[str, str]]] = [
             (Started(job.id, 1, "x", job.tenant, job.bridge, 1, job.prompt_tokens), {HOPS: announced}),
             (Delta(job.id, 1, 0, 0, tuple(b"hel"), "hel"), {}),
@@ -140,9 +147,9 @@ def test_a_takeover_names_both_workers_and_the_token(applications: Applications)
         for output, headers in outputs:
             data, name = codec.encode_outputs([output]), uuid.uuid4().hex
             await pipe.store(pipe.outputs_of(job.tenant, job.id), data, name, codec.OUTPUTS, headers)
-        batch = InferenceBatch(id="b", worker="w9", jobs=(job,), incarnation="x")
+        batch = InferenceBatch(id="b", worker=former, jobs=(job,), incarnation="x")
         headers = {SCHEMA: codec.BATCH, HOPS: hops}
-        await pipe.broker.publish(pipe.subjects.infer("w9"), codec.encode(batch), message_id=job.id, headers=headers)
+        await pipe.broker.publish(pipe.subjects.infer(former), codec.encode(batch), message_id=job.id, headers=headers)
         reading = await applications.bridges[0]._reading(job.id, job.tenant, None, kept=True, shared=True)
         async with asyncio.timeout(PATIENCE):
             while not reading.ended:
@@ -153,10 +160,10 @@ def test_a_takeover_names_both_workers_and_the_token(applications: Applications)
     trace = trace_of(applications, applications.run(scene()))
     assert trace.status == "completed"
     lost, successor = (visit for visit in trace.stages if visit.stage == "infer")
-    assert (lost.worker, lost.batch_size, lost.tokens, lost.ending) == ("w9", 4, 3, "lost")
+    assert (lost.worker, lost.batch_size, lost.tokens, lost.ending) == (former, 4, 3, "lost")
     assert (successor.worker, successor.epoch, successor.from_token, successor.ending) == ("w0", 2, 3, "finished")
     (takeover,) = (mark for mark in trace.marks if mark.kind == "takeover")
-    assert takeover.text == "w9 died here, w0 continued at token 3"
+    assert takeover.text == told
 
 
 def test_a_preemption_is_told_with_the_next_token(slow: Applications) -> None:
