@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+from collections.abc import AsyncIterator
 from typing import Annotated
 
 import structlog
@@ -36,7 +38,8 @@ def bridge(loaded: Loaded) -> None:
         log.info("listening, the stages may not be running yet", url=base_url(listener))
         announcing = asyncio.create_task(announce(base_url(listener), 0))
         try:
-            await run_parts(loaded, lambda _: [], bridge=_over(listener))
+            meanwhile = _without_broker(listener, loaded.settings)
+            await run_parts(loaded, lambda _: [], bridge=_over(listener), meanwhile=meanwhile)
         finally:
             announcing.cancel()
 
@@ -47,8 +50,10 @@ def bridge(loaded: Loaded) -> None:
 def front(loaded: Loaded, fd: Annotated[int, typer.Option(help="The listening socket.")] = 0) -> None:
     """Run the bridge and the light stages in one process; `serve` starts it."""
     configure_logging(loaded.settings, process="front")
+    listener = socket.socket(fileno=fd)
+    meanwhile = _without_broker(listener, loaded.settings)
     expected = early_card(loaded.settings)
-    run_process(run_parts(loaded, _light_stages, bridge=_over(socket.socket(fileno=fd)), expected=expected))
+    run_process(run_parts(loaded, _light_stages, bridge=_over(listener), meanwhile=meanwhile, expected=expected))
 
 
 def _light_stages(settings: Settings) -> list[type[Stage]]:
@@ -61,6 +66,14 @@ def _light_stages(settings: Settings) -> list[type[Stage]]:
         light.remove(built_in("stream"))
     own = [find_stage(name) for name in settings.job_stages if installed(name)]
     return light + [kind for kind in own if issubclass(kind, Stage)]
+
+
+@contextlib.asynccontextmanager
+async def _without_broker(listener: socket.socket, settings: Settings) -> AsyncIterator[None]:
+    from ..api.http.waiting import answering  # imports FastAPI
+
+    async with answering(listener, settings):
+        yield
 
 
 def _over(listener: socket.socket) -> Serve:

@@ -10,6 +10,7 @@ from typing import Any
 
 import structlog
 
+from ..api.serve.connecting import Meanwhile
 from ..api.serve.processes import END_TIMEOUT
 from ..config import metrics
 from ..config.process import keep_loaded, stop_signal
@@ -37,15 +38,17 @@ async def run_parts(
     choose: Callable[[Settings], Sequence[type[Stage]]],
     *,
     bridge: Serve | None = None,
+    meanwhile: Meanwhile | None = None,
     filters: Sequence[type[Filter]] = (),
     expected: ModelCard | None = None,
 ) -> None:
     """Run stages, and the bridge if there is one; on a signal the bridge drains before the stages.
 
-    Requests may come for the `expected` model before its first worker has.
+    `meanwhile` goes on while there is no broker. Requests may come for the `expected` model before its first worker
+    has.
     """
     async with (
-        connected_pipe(loaded, "bridge" if bridge else "stage") as pipe,
+        connected_pipe(loaded, "bridge" if bridge else "stage", meanwhile) as pipe,
         contextlib.AsyncExitStack() as ending,
         asyncio.TaskGroup() as group,
     ):

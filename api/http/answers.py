@@ -15,6 +15,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from ...schemas.errors import Overloaded
 from ...schemas.events import Accepted, Cancelled, Done, ErrorBody, Event, Expired, Failed, Queued, Token
 from ..bridge.reading import Reading
 from ..bridge.response_reading import ResponseReading
@@ -22,6 +23,9 @@ from ..bridge.resume import Progress, invalid_event_id
 from ..render.openai import Renderer, error_message, error_payload
 
 FOR_EVER = 1e9  # seconds
+BROKER_AWAY = ErrorBody.of(
+    Overloaded("The message broker does not answer; try again later.", code="broker_away", retry_after=2.0)
+)
 # For a stream: nginx buffers it otherwise, and what compresses on the way may hold it back until its end.
 AS_IT_COMES = {"cache-control": "no-cache, no-transform", "x-accel-buffering": "no"}
 

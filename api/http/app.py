@@ -27,7 +27,7 @@ from ...streams.stores.quotas import NO_SPACE, Quotas
 from ...streams.stores.registry import Registry
 from ..bridge.bridge import Bridge
 from ..bridge.readiness import Readiness
-from .answers import error_response
+from .answers import BROKER_AWAY, error_response
 from .anthropic.messages import add_messages
 from .batches import add_batches
 from .completions import add_completions
@@ -205,10 +205,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(BrokerUnavailable)
     async def away(_: Request, error: Exception) -> Response:
-        refusal = Overloaded(
-            "The message broker does not answer; try again later.", code="broker_away", retry_after=2.0
-        )
-        return error_response(ErrorBody.of(refusal))
+        return error_response(BROKER_AWAY)
 
     @app.exception_handler(StreamFull)
     async def full(_: Request, error: StreamFull) -> Response:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import structlog
 import uvicorn
 from opentelemetry.trace import Tracer
+from starlette.types import ASGIApp
 
 from ...config.metrics import serve_metrics
 from ...config.settings import Settings
@@ -56,20 +57,7 @@ async def serve_http(
     canary = Canary(bridge, registry, settings.canary_interval)
     readiness = Readiness(bridge, broker, registry, settings, canary)
     application = create_app(bridge, broker, registry, settings, __version__, family, readiness)
-    server = _Server(
-        uvicorn.Config(
-            application,
-            log_config=None,
-            access_log=False,
-            http=cast(Any, protocol(settings, EXPOSED)),  # uvicorn's types ask for a class, but it only calls it
-            ws="none",  # `Connection` opens them
-            ws_max_size=settings.max_body_size,
-            ws_per_message_deflate=False,
-            ws_ping_interval=settings.keepalive_interval,
-            timeout_graceful_shutdown=5,
-            timeout_keep_alive=cast(int, settings.idle_timeout),
-        )
-    )
+    server = Server(configured(application, settings))
 
     shown: MetricsRoutes = application.state.metrics
     serve_metrics(settings.host, settings.metrics_port, shown.whole)
@@ -98,7 +86,23 @@ async def serve_http(
         batches.cancel()
 
 
-class _Server(uvicorn.Server):
+def configured(application: ASGIApp, settings: Settings, *, drain: int = 5) -> uvicorn.Config:
+    """A server of the application within the limits of the settings; responses have `drain` seconds to end in."""
+    return uvicorn.Config(
+        application,
+        log_config=None,
+        access_log=False,
+        http=cast(Any, protocol(settings, EXPOSED)),  # uvicorn's types ask for a class, but it only calls it
+        ws="none",  # `Connection` opens them
+        ws_max_size=settings.max_body_size,
+        ws_per_message_deflate=False,
+        ws_ping_interval=settings.keepalive_interval,
+        timeout_graceful_shutdown=drain,
+        timeout_keep_alive=cast(int, settings.idle_timeout),
+    )
+
+
+class Server(uvicorn.Server):
     """Installs no signal handlers: the pipeline must drain before the server stops."""
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -111,6 +115,13 @@ class _Server(uvicorn.Server):
     def end(self) -> None:
         self.should_exit = True
         self._ending.set()
+
+    async def last_answered(self) -> None:
+        """Take no more connections, and wait until those that there are have ended."""
+        for server in self.servers:
+            server.close()
+        while self.server_state.connections:  # noqa: ASYNC110  # uvicorn tells nobody
+            await asyncio.sleep(0.01)
 
     async def main_loop(self) -> None:
         """uvicorn's own looks ten times a second whether it is to end. What is due each second is the date that answers

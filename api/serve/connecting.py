@@ -18,41 +18,25 @@ from .processes import LEAST_DELAY
 
 log = structlog.get_logger(__name__)
 
+Meanwhile = contextlib.AbstractAsyncContextManager[None]
+"""What goes on while a process waits for its broker."""
+
 BROKER_DELAY = 5.0  # longest delay between two attempts to connect, in seconds
 URL_FILE = "nats-url"  # file in the state directory in which local parts and clients find the broker
 
 
 @contextlib.asynccontextmanager
-async def connected(settings: Settings, name: str, *, patient: bool = False) -> AsyncIterator[JetStreamBroker]:
+async def connected(
+    settings: Settings, name: str, *, patient: bool = False, meanwhile: Meanwhile | None = None
+) -> AsyncIterator[JetStreamBroker]:
     """Connect to the broker at `broker_url(settings)` under the client name `penstock-<name>`.
 
-    Raises `BrokerAway` if it is unavailable; with `patient`, waits for it and logs each attempt. Raises `StartupError`
-    if the server refuses us, also when it does so later, and without `patient` if it does not answer a call.
+    Raises `BrokerAway` if it is unavailable; with `patient`, waits for it and logs each attempt, within `meanwhile`.
+    Raises `StartupError` if the server refuses us, also when it does so later, and without `patient` if it does not
+    answer a call.
     """
-    access = Access.of(settings)
-    delay = LEAST_DELAY
-    while True:
-        try:
-            broker = await JetStreamBroker.connect(
-                broker_url(settings),
-                namespace=settings.namespace,
-                timeout=settings.nats_timeout,
-                name=f"penstock-{name}",
-                replicas=settings.nats_replicas,
-                access=access,
-            )
-            break
-        except BrokerAway as error:
-            if not patient and settings.nats_url is None:
-                raise BrokerAway(
-                    f"no broker: the `penstock serve` with the state directory {settings.state_dir} does not answer; "
-                    "it starts, or it was killed: start it again"
-                ) from error
-            if not patient:
-                raise
-            log.warning("waiting for the broker", reason=str(error), delay=delay)
-        await asyncio.sleep(delay)
-        delay = min(2 * delay, BROKER_DELAY)
+    async with contextlib.AsyncExitStack() as waiting:
+        broker = await _found(settings, name, waiting, patient=patient, meanwhile=meanwhile)
     try:
         async with _until_refused(broker), _following(broker.clock):
             yield broker
@@ -62,6 +46,38 @@ async def connected(settings: Settings, name: str, *, patient: bool = False) -> 
         raise StartupError(f"{error}; try again when it does") from error
     finally:
         await broker.close()
+
+
+async def _found(
+    settings: Settings, name: str, waiting: contextlib.AsyncExitStack, *, patient: bool, meanwhile: Meanwhile | None
+) -> JetStreamBroker:
+    """Enters `meanwhile` where the broker is not there at once; `waiting` leaves it."""
+    access = Access.of(settings)
+    delay = LEAST_DELAY
+    while True:
+        try:
+            return await JetStreamBroker.connect(
+                broker_url(settings),
+                namespace=settings.namespace,
+                timeout=settings.nats_timeout,
+                name=f"penstock-{name}",
+                replicas=settings.nats_replicas,
+                access=access,
+            )
+        except BrokerAway as error:
+            if not patient and settings.nats_url is None:
+                raise BrokerAway(
+                    f"no broker: the `penstock serve` with the state directory {settings.state_dir} does not answer; "
+                    "it starts, or it was killed: start it again"
+                ) from error
+            if not patient:
+                raise
+            log.warning("waiting for the broker", reason=str(error), delay=delay)
+        if meanwhile is not None:
+            await waiting.enter_async_context(meanwhile)
+            meanwhile = None
+        await asyncio.sleep(delay)
+        delay = min(2 * delay, BROKER_DELAY)
 
 
 @contextlib.asynccontextmanager

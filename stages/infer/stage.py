@@ -62,7 +62,8 @@ class Infer(Stage):
         self._card = card
         self._publishers: dict[tuple[str, str], OutputPublisher] = {}  # by tenant and request; set by _publish_outputs
         self._seen = (-1, False)  # the engine's progress, and whether it had anything to do; set by _watch
-        self._moved = 0.0  # loop time when that last changed; set by _watch
+        self._stood = 0.0  # seconds since that last changed, of those in which somebody looked; set by _watch, like
+        self._looked = 0.0  # the loop time until which they count
         self._adapters = WorkerAdapters(engine)
         self._images = StoredImages(pipe.broker)
         self._metrics = own or WorkerMetrics(card.model.name, card.id)
@@ -115,18 +116,25 @@ class Infer(Stage):
 
     def _watch(self) -> None:
         """End this worker if its engine hangs, so that another worker takes over its requests."""
-        now = asyncio.get_running_loop().time()
         stats = self._engine.stats()
         seen = (self._engine.progress, stats.num_running + stats.num_waiting > 0)
-        if seen != self._seen or not seen[1]:
-            self._seen, self._moved = seen, now
-        elif now - self._moved > self.pipe.settings.stall_timeout:
+        self._stood = self._standing() if seen == self._seen else 0.0
+        self._seen, self._looked = seen, asyncio.get_running_loop().time()
+        if self._stood > self.pipe.settings.stall_timeout:
             raise RuntimeError(f"the engine has made no progress for {self.pipe.settings.stall_timeout:g} s")
+
+    def _standing(self) -> float:
+        """For how many seconds the engine has had something to do and made no progress.
+
+        A look that is late tells of a machine that stood still itself, as a laptop that sleeps.
+        """
+        late = 2 * self.pipe.settings.heartbeat_interval
+        unseen = min(asyncio.get_running_loop().time() - self._looked, late)
+        return self._stood + unseen if self._seen[1] else 0.0
 
     def alive(self) -> bool:
         """Keep leases through a long step, but not for an engine that `_watch` would end."""
-        standing = asyncio.get_running_loop().time() - self._moved if self._seen[1] else 0.0
-        return self._engine.healthy and standing <= self.pipe.settings.stall_timeout
+        return self._engine.healthy and self._standing() <= self.pipe.settings.stall_timeout
 
     async def handle(self, delivery: Delivery) -> None:
         if (visit := CURRENT.get()) is not None:

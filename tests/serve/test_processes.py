@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
+import requests
 from serving import Process, Start, answers
 from setting_up import set_up
 
@@ -39,13 +44,23 @@ async def test_a_broker_that_comes_late_is_waited_for(start: Start, tmp_path: Pa
     address = server.url.rpartition("@")[2]
     for part in parts.values():
         part.wait_for(f"waiting for the broker.*no NATS server answers at nats://{address}")
+    url = parts["bridge", "--port", "0"].wait_for("listening.*url=(\\S+)")[1]
+    assert _health(url) == (200, 503, ["broker"])
     await server.restart()
     for arguments, part in parts.items():
         part.wait_for(PARTS[arguments])
+        if arguments[0] == "bridge":
+            assert _health(url) == (200, 503, ["validate", "queue", "batch", "infer", "stream"])
         part.send(signal.SIGTERM)  # so that nothing is left that looks for the broker
     for part in parts.values():
         assert part.wait() == 0
     await server.stop()
+
+
+def _health(url: str) -> tuple[int, int, list[str]]:
+    """The statuses of life and readiness, and what is missing; each in a moment, for whoever watches the process."""
+    live, ready = (requests.get(f"{url}/health/{path}", timeout=30) for path in ("live", "ready"))
+    return live.status_code, ready.status_code, ready.json()["missing"]
 
 
 @pytest.mark.parametrize("arguments", PARTS)
@@ -56,6 +71,20 @@ def test_ctrl_c_ends_the_waiting(start: Start, tmp_path: Path, arguments: tuple[
     part.send(signal.SIGINT)
     assert part.wait() == (0 if "serve" in arguments else 130)
     assert "Traceback" not in part.output
+
+
+def test_sigterm_ends_the_waiting_of_process_1(tmp_path: Path) -> None:
+    """As in a container; by default the kernel keeps signals from its first process."""
+    inside = ["unshare", "--map-root-user", "--pid", "--fork", "--kill-child"]
+    if shutil.which("unshare") is None or subprocess.run([*inside, "true"], capture_output=True).returncode:
+        pytest.skip("needs a machine where it may make process namespaces")
+    command = [*inside, sys.executable, "-m", "penstock", "stage", "queue", "--nats-url", "127.0.0.1:1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as part:
+        assert part.stderr is not None
+        assert next(line for line in part.stderr if "waiting for the broker" in line)
+        (first,) = psutil.Process(part.pid).children()
+        first.terminate()
+        assert part.wait(60) == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("arguments", PARTS)

@@ -46,6 +46,37 @@ async def test_an_idle_engine_is_not_a_hanging_one() -> None:
     await pipeline.stop()
 
 
+async def test_a_machine_that_stood_still_says_nothing_about_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A laptop that slept, while a long step ran: the worker's clock has gone on, and nobody has looked."""
+    pipeline = await Pipeline.start(stall_timeout=30.0, heartbeat_interval=1.0)
+    infer, loop = pipeline.infer, asyncio.get_running_loop()
+    pipeline.backend.goes.clear()
+    asking = asyncio.create_task(pipeline.events({"model": MODEL, "prompt": "Hello!", "max_tokens": 5}))
+    async with asyncio.timeout(60):
+        while not infer._seen[1]:
+            infer._watch()
+            await asyncio.sleep(0.01)
+    began = loop.time()
+
+    def look(later: float) -> None:
+        monkeypatch.setattr(loop, "time", lambda: began + later)
+        assert infer.alive()
+        infer._watch()
+
+    look(3600.0)
+    look(3601.0)
+    for second in range(3602, 3628):
+        look(second)
+    monkeypatch.setattr(loop, "time", lambda: began + 3630)
+    with pytest.raises(RuntimeError, match="no progress"):
+        infer._watch()
+    assert not infer.alive()
+    monkeypatch.undo()
+    pipeline.backend.goes.set()
+    assert (await asking)[-1].type == "done"
+    await pipeline.stop()
+
+
 class Held(FragileEcho):
     """Never goes on with prompts that begin with `!`."""
 

@@ -16,7 +16,7 @@ async def test_it_ends_as_soon_as_it_is_told(monkeypatch: pytest.MonkeyPatch) ->
         raise NotImplementedError
 
     monkeypatch.setattr(server, "until_beat", lambda interval: 1e6)
-    serving = server._Server(uvicorn.Config(application, log_config=None))
+    serving = server.Server(uvicorn.Config(application, log_config=None))
     running = asyncio.create_task(serving.main_loop())
     await asyncio.sleep(0)
     assert not running.done()

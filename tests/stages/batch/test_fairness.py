@@ -45,7 +45,7 @@ class Scene:
     @classmethod
     @contextlib.asynccontextmanager
     async def of(cls, *more: type[Batch], **values: Any) -> AsyncIterator[Scene]:
-        pipeline = await Pipeline.start(*more, **{"lease": 30.0, "max_batch_size": 4} | values)
+        pipeline = await Pipeline.start(*more, **{"lease": 30.0, "max_batch_size": 4, "stall_timeout": 600.0} | values)
         scene = cls(pipeline)
         pipeline.backend.goes.clear()
         await pipeline.pipe.broker.listen(f"{pipeline.pipe.subjects.root}.events.>", scene._hear)
