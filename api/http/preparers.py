@@ -49,7 +49,8 @@ class Preparers:
         self.counting = FairGate(1, "prompts to be counted")  # a long one takes a second, and hundreds of megabytes
 
     async def card(self, name: str | None) -> ModelCard:
-        """The model of this name, or the only one. Raises `InvalidRequest` and `ModelNotFound`."""
+        """The model of this name, with Ollama's tag or without, or the only one. Raises `InvalidRequest` and
+        `ModelNotFound`."""
         if name is None and not self._registry.models:
             await self._registry.look()
         models = self._registry.models
@@ -58,9 +59,11 @@ class Preparers:
             raise InvalidRequest(
                 f"model is missing. Served: {known}.", code="missing_required_parameter", param="model"
             )
-        card = next(iter(models.values())) if name is None else await self._registry.find(name)
+        if name is None:
+            return next(iter(models.values()))
+        card = await self._registry.find(await self._registry.untagged(name))
         if card is None:
-            raise self._registry.unknown(str(name))
+            raise self._registry.unknown(name)
         return card
 
     async def of(self, card: ModelCard) -> Preparer:

@@ -37,7 +37,7 @@ def _is_format(value: object) -> object:
 
 
 def _is_input(value: object) -> object:
-    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value)):
+    if value is None or isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value)):
         return value
     raise ValueError("must be a string or a list of strings")
 
@@ -211,13 +211,18 @@ class GenerateRequest(_Answered):
 
 
 class _Embedded(OllamaRequest):
-    """A request for vectors. What embeds is never unloaded, so `keep_alive` has no effect."""
+    """A request for vectors, or of nothing, for which the model is loaded. What embeds is never unloaded, so
+    `keep_alive` has no effect."""
 
     @property
     def without_effect(self) -> Iterator[str]:
         yield from super().without_effect
         if self.keep_alive is not None:
             yield "keep_alive"
+
+    @property
+    def only_loads(self) -> bool:
+        raise NotImplementedError
 
     @property
     def endpoint(self) -> Endpoint:
@@ -232,7 +237,7 @@ class _Embedded(OllamaRequest):
 class EmbedRequest(_Embedded):
     """Body of `/api/embed`."""
 
-    input: Annotated[str | list[str], BeforeValidator(_is_input)]
+    input: Annotated[str | list[str] | None, BeforeValidator(_is_input)] = None
     truncate: bool | None = None  # without effect: an input that does not fit is refused
     dimensions: int | None = None
 
@@ -242,6 +247,10 @@ class EmbedRequest(_Embedded):
         if self.truncate:
             yield "truncate"
 
+    @property
+    def only_loads(self) -> bool:
+        return not self.input
+
     def body(self) -> dict[str, Any]:
         body = super().body() | {"input": self.input}
         return body | ({"dimensions": self.dimensions} if self.dimensions else {})
@@ -250,7 +259,11 @@ class EmbedRequest(_Embedded):
 class EmbeddingsRequest(_Embedded):
     """Body of `/api/embeddings`, which `/api/embed` has replaced."""
 
-    prompt: str
+    prompt: str | None = None
+
+    @property
+    def only_loads(self) -> bool:
+        return not self.prompt
 
     def body(self) -> dict[str, Any]:
         return super().body() | {"input": self.prompt}

@@ -85,6 +85,7 @@ class ModelRoutes:
         """One model, by its name or an alias, or one adapter; all of them where no name follows the slash."""
         if not name:
             return await self.models(request)
+        name = await self._registry.untagged(name)
         card = await self._preparers.card(name)
         if VERSION in request.headers:
             return model_info(card, name if card.adapter(name) else card.name)

@@ -11,6 +11,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import Scope
 
 from ....config.settings import Settings
+from ....schemas.errors import InvalidRequest
 from ....schemas.events import Event
 from ....schemas.ollama.bodies import ChatRequest, EmbeddingsRequest, EmbedRequest, GenerateRequest, OllamaRequest
 from ....schemas.ollama.options import Options
@@ -66,6 +67,8 @@ def add_ollama(app: FastAPI, gateway: Gateway, models: ModelRoutes) -> None:
             renderer = LineRenderer(asked.endpoint, "", asked.model, is_chat=is_chat, timer=timer)
             return JSONResponse(renderer.empty(await loaded(request, asked.model, asked.keep_alive)))
         check_unused(request.headers)
+        if asked.think:
+            await check_thinks(asked.model)
         reading = (await open_request(request, gateway, asked.endpoint, asked.body(), PREFIX[asked.endpoint])).reading
         renderer = LineRenderer(asked.endpoint, reading.request, asked.model, is_chat=is_chat, timer=timer)
         return LineAnswer(reading, renderer, streaming=asked.streams, keepalive=settings.keepalive_interval)
@@ -83,11 +86,20 @@ def add_ollama(app: FastAPI, gateway: Gateway, models: ModelRoutes) -> None:
             name_ignored(request, ["keep_alive"])  # it counts from a request that was answered
         return "load"
 
+    async def check_thinks(model: str) -> None:
+        """Raises `InvalidRequest` for a model without thoughts, as programs know it."""
+        card = await gateway.preparers.card(model)
+        if (await gateway.preparers.of(card)).form.reasoning_format is None:
+            raise InvalidRequest(f'"{model}" does not support thinking', param="think")
+
     async def embedded(request: Request, kind: type[EmbedRequest] | type[EmbeddingsRequest]) -> Response:
         timer = Timer()
         asked = await read_as(partial(_read, kind, request, settings), request, settings)
-        reading = (await open_request(request, gateway, asked.endpoint, asked.body(), PREFIX[asked.endpoint])).reading
         alone = kind is EmbeddingsRequest
+        if asked.only_loads:
+            await loaded(request, asked.model, None)
+            return JSONResponse({"embedding": []} if alone else {"model": asked.model, "embeddings": []})
+        reading = (await open_request(request, gateway, asked.endpoint, asked.body(), PREFIX[asked.endpoint])).reading
         renderer: Renderer = Vectors(reading.request, asked.model, alone=alone, timer=timer)
         return Answer(reading, renderer, streaming=False, keepalive=settings.keepalive_interval)
 

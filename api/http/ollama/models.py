@@ -65,8 +65,7 @@ class OllamaModels:
     async def show(self, request: Request) -> Response:
         """What a model is and can do."""
         asked = await read_parsed(ModelRequest, request, self._gateway.settings)
-        name = await self._gateway.registry.untagged(asked.named)
-        card = await self._gateway.preparers.card(name)
+        card = await self._gateway.preparers.card(asked.named)
         template, capabilities = "", ["embedding"]
         if card.endpoint == "/v1/completions":
             preparer = await self._gateway.preparers.of(card)

@@ -91,6 +91,8 @@ def test_options_act_and_others_are_named(client: ollama.Client, echo_server: Se
         ({"format": {"type": "nix"}}, 400, "format.type: "),
         ({"keep_alive": "soon"}, 400, "keep_alive: "),
         ({"think": "much"}, 400, "think: must be true, false, "),
+        ({"think": True}, 400, '"echo" does not support thinking'),
+        ({"think": "low"}, 400, '"echo" does not support thinking'),
         ({"format": "xml"}, 400, 'format: must be "json" or a JSON Schema'),
         ({"model": "nix"}, 404, "The model 'nix' is not served here."),
         ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0]: before this tool's message"),
@@ -117,13 +119,31 @@ def test_images_are_named_as_the_client_sent_them(path: str, expected: str) -> N
 
 def test_refusals_of_embeddings_name_what_the_client_sent(echo_server: Served) -> None:
     for path, given, said in (
-        ("embeddings", {"prompt": ""}, "prompt is blank"),
+        ("embeddings", {"prompt": " "}, "prompt is blank"),
+        ("embed", {"input": [""]}, "input is blank"),
         ("embed", {"input": 5}, "input: must"),
     ):
         response = httpx.post(f"{echo_server.url}/api/{path}", json={"model": "echo", "keep_alive": "5m"} | given)
         assert response.status_code == 400 and said in response.json()["error"]
     response = httpx.post(f"{echo_server.url}/api/embed", json={"model": "echo", "keep_alive": "5m", "input": "x"})
     assert response.headers["penstock-ignored"] == "keep_alive"
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "answer"),
+    [
+        ("embed", {}, {"model": "echo:latest", "embeddings": []}),
+        ("embed", {"input": ""}, {"model": "echo:latest", "embeddings": []}),
+        ("embed", {"input": []}, {"model": "echo:latest", "embeddings": []}),
+        ("embeddings", {"prompt": ""}, {"embedding": []}),
+    ],
+)
+def test_a_request_to_embed_nothing_loads_the_model(
+    echo_server: Served, path: str, given: dict[str, Any], answer: dict[str, Any]
+) -> None:
+    response = httpx.post(f"{echo_server.url}/api/{path}", json={"model": "echo:latest"} | given)
+    assert (response.status_code, response.json()) == (200, answer)
+    assert httpx.post(f"{echo_server.url}/api/{path}", json={"model": "nix"} | given).status_code == 404
 
 
 def test_what_ollamas_own_client_sends_for_nothing(echo_server: Served) -> None:
@@ -155,6 +175,9 @@ def test_models_are_listed_shown_and_found_by_their_tags(client: ollama.Client, 
     assert model.model == loaded.model == "echo:latest"
     asked = {"model": "echo:latest", "messages": HELLO["messages"]}
     assert httpx.post(f"{echo_server.url}/v1/chat/completions", json=asked).status_code == 200
+    assert httpx.get(f"{echo_server.url}/v1/models/echo:latest").json()["id"] == "echo"
+    counted = httpx.post(f"{echo_server.url}/tokenize", json={"model": "echo:latest", "prompt": "Hello"})
+    assert counted.json()["count"] == 5
     shown = client.show("echo:latest")
     assert shown.capabilities is not None and "completion" in shown.capabilities
     assert {"embedding", "insert", "vision"}.isdisjoint(shown.capabilities)
@@ -345,7 +368,7 @@ async def test_a_vector_of_each_input() -> None:
     answer = orjson.loads(response.body)
     assert answer["embeddings"] == [[0.0, 0.5], [0.0, 0.5]] and answer["prompt_eval_count"] == 9
     response = await told.script.answer(
-        events[:2] + events[3:], "POST", "/api/embeddings", {"model": "e", "prompt": ""}
+        events[:2] + events[3:], "POST", "/api/embeddings", {"model": "e", "prompt": "x"}
     )
     assert orjson.loads(response.body) == {"embedding": [0.0, 0.5]}
 
