@@ -37,7 +37,8 @@ def _is_format(value: object) -> object:
 
 
 def _is_input(value: object) -> object:
-    if value is None or isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value)):
+    texts = value if isinstance(value, list) else [value]
+    if value is None or all(isinstance(each, str) for each in texts):
         return value
     raise ValueError("must be a string or a list of strings")
 
