@@ -37,6 +37,13 @@ _HOSTNAME = (
     r"(?:\.[a-zA-Z0-9](?:[-0-9a-zA-Z]{0,61}[0-9a-zA-Z])?)*\.?$"
 )
 _NARROWER = {_HOSTNAME: _FORMAT_PATTERNS["hostname"]}
+# zod's old and new one, which have too many parts without an end for a length that they share.
+_HOSTS = r"[A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+_EMAILS = (
+    rf"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@({_HOSTS}",
+    rf"^(?:[A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]@(?:{_HOSTS}",
+)
+_EASIER = dict.fromkeys(_EMAILS, _FORMAT_PATTERNS["email"])
 # Characters of the shortest and of the longest string; of the others there is no longest.
 _FORMAT_LENGTHS: dict[str, tuple[int, float]] = {
     "date": (10, 10),
@@ -65,16 +72,8 @@ def string_node(rest: Mapping[str, Any], path: str, strings: Strings) -> dict[st
     if main is None:
         return dict(rest)
     if main == "pattern":  # which a format annotates
-        least, most = rest.get("minLength", 0), rest.get("maxLength", inf)
-        is_contained = rest.get("format") == "includes"  # zod's name for it
-        pattern = schema_pattern(
-            _NARROWER.get(rest[main], rest[main]),
-            f"{path}.{main}",
-            strings=strings,
-            is_contained=is_contained,
-            least=least,
-            most=most,
-        )
+        simpler = _NARROWER | (_EASIER if {"minLength", "maxLength"} & rest.keys() else {})
+        pattern = _held(simpler.get(rest[main], rest[main]), rest, f"{path}.{main}", strings)
         if pattern is None:
             name = "maxLength" if "maxLength" in rest else "minLength"
             raise fault(f"{path}.{name}", f"cannot be enforced beside this {main}", "unsupported_schema")
@@ -83,22 +82,24 @@ def string_node(rest: Mapping[str, Any], path: str, strings: Strings) -> dict[st
     if name not in _FORMATS and name not in _FORMAT_PATTERNS:
         known = ", ".join(sorted(_FORMATS | _FORMAT_PATTERNS.keys()))
         raise fault(f"{path}.{main}", f"{name!r} cannot be enforced; these can: {known}", "unsupported_schema")
-    if name == "uri" and "maxLength" in rest:
-        _check_lengths(rest, main, _URL_LENGTHS, path)
-        return {"pattern": _URL}
-    _check_lengths(rest, main, _FORMAT_LENGTHS.get(name, (0, inf)), path)
-    return {"pattern": _FORMAT_PATTERNS[name]} if name in _FORMAT_PATTERNS else {main: name}
-
-
-def _check_lengths(rest: Mapping[str, Any], main: str, lengths: tuple[int, float], path: str) -> None:
-    """Raise `InvalidRequest` unless what `main` allows has one of the lengths that the node asks for anyway."""
-    least, most = lengths
-    for name, is_kept in (
+    written = _URL if name == "uri" and "maxLength" in rest else _FORMAT_PATTERNS.get(name)
+    least, most = _URL_LENGTHS if written == _URL else _FORMAT_LENGTHS.get(name, (0, inf))
+    for length, is_kept in (
         ("minLength", rest.get("minLength", 0) <= least),
         ("maxLength", rest.get("maxLength", inf) >= most),
     ):
         if not is_kept:
-            raise fault(f"{path}.{name}", f"cannot be enforced beside {main}", "unsupported_schema")
+            if written is None or (held := _held(written, rest, f"{path}.{length}", strings)) is None:
+                raise fault(f"{path}.{length}", f"cannot be enforced beside {main}", "unsupported_schema")
+            return {"pattern": held}
+    return {main: name} if written is None else {"pattern": written}
+
+
+def _held(pattern: str, rest: Mapping[str, Any], path: str, strings: Strings) -> str | None:
+    """The pattern together with the lengths of the node; None where these cannot be held to."""
+    least, most = rest.get("minLength", 0), rest.get("maxLength", inf)
+    is_contained = rest.get("format") == "includes"  # zod's name for it
+    return schema_pattern(pattern, path, strings=strings, is_contained=is_contained, least=least, most=most)
 
 
 def counted_pattern(least: int, most: int | None) -> str:

@@ -12,7 +12,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from penstock.engine.grammar.expressions.lengths import held_to
+from penstock.engine.grammar.expressions.nodes import Alt, Chars, Node, Repeat, Seq, lengths
+from penstock.engine.grammar.expressions.reading import Fault
+from penstock.engine.grammar.expressions.whole import whole as whole_node
 from penstock.engine.grammar.json_schema import json_schema_grammar, regex_grammar
 from penstock.engine.grammar.matcher import GrammarCompiler
 from penstock.engine.text.tokenizer import Tokenizer
@@ -139,3 +145,46 @@ def test_one_token_may_take_long_now_and_then(compiler: GrammarCompiler, monkeyp
     accept(0.03)
     with pytest.raises(GenerationFailed, match="too ambiguous"):
         accept(0.0)
+
+
+def text_of(node: Node, chance: random.Random) -> str:
+    """A text of an expression without looks."""
+    match node:
+        case Chars(known):
+            return chr(chance.choice([one for ends in known for one in ends]))
+        case Seq(parts):
+            return "".join(text_of(part, chance) for part in parts)
+        case Alt(options):
+            return text_of(chance.choice(options), chance)
+        case Repeat(part, least, most):
+            count = chance.choice([least, least + 3 if most is None else most])
+            return "".join(text_of(part, chance) for _ in range(count))
+    raise AssertionError(node)
+
+
+LONG = [
+    *(r"[a-z]+(-[a-z]+)*", r"(\w+ )*\w+", r"(?!\.)(?!.*\.\.)[a-z.]*[a-z]@([a-z][a-z-]*\.)+[a-z]{2,}", "(a{3}|b+c*)+d?"),
+    *(r"\d+(\.\d+){0,3}", "(?:ab*){2,}c{0,90}", "([a-z]{1,20}/){0,9}x*", "(?:(?:a+b){2}c){1,}|z{5,}"),
+]
+
+
+@given(st.sampled_from(LONG), st.integers(0, 40), st.integers(1, 400), st.randoms())
+@settings(deadline=None)
+def test_a_pattern_beside_lengths_has_texts_of_both(pattern: str, least: int, more: int, chance: random.Random) -> None:
+    """None that is longer or shorter, and none beyond the pattern."""
+    try:
+        node = held_to(whole_node(pattern), least, least + more)
+    except Fault:
+        return
+    if node is not None:
+        shortest, longest = lengths(node)
+        assert least <= shortest <= longest <= least + more
+        for _ in range(20):
+            text = text_of(node, chance)
+            assert shortest <= len(text) <= longest
+            assert re.fullmatch(pattern, text, re.ASCII), text
+
+
+@pytest.mark.parametrize("pattern", [r"[a-z]+(-[a-z]+)*", r"(\w+ )*\w+", r"\d+(\.\d+){0,3}", "([a-z]{1,20}/){0,9}x*"])
+def test_lengths_of_usual_sizes_can_be_held_to(pattern: str) -> None:
+    assert held_to(whole_node(pattern), 0, 100) is not None
