@@ -12,12 +12,15 @@ from collections.abc import AsyncIterator
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from ...config.settings import Settings
 from .answers import BROKER_AWAY, error_response
 from .anthropic.messages import AnthropicErrors
+from .app import EXPOSED
+from .middleware.access import AccessLog, note
+from .middleware.browsers import SharedOrigins
 from .ollama.answers import OllamaErrors
 from .server import Server, configured
 
@@ -27,7 +30,10 @@ DRAIN = 1.0  # seconds in which a client that has connected may send its request
 @contextlib.asynccontextmanager
 async def answering(listener: socket.socket, settings: Settings) -> AsyncIterator[None]:
     """Answer on the socket. It stays open: who connects afterwards waits for the next server on it."""
-    server = Server(configured(OllamaErrors(AnthropicErrors(_answer)), settings, drain=0))
+    app: ASGIApp = OllamaErrors(AnthropicErrors(_answer))
+    if settings.cors_origins:
+        app = SharedOrigins(app, settings.cors_origins, EXPOSED)
+    server = Server(configured(AccessLog(app, lines=settings.access_log), settings, drain=0))
     serving = asyncio.create_task(server.serve(sockets=[listener.dup()]))
     try:
         yield
@@ -55,4 +61,5 @@ def _response(request: Request) -> Response:
         case "/health" | "/health/ready":
             return JSONResponse({"status": "waiting", "missing": ["broker"], "workers": 0}, 503)
         case _:
+            note(request.scope, error=BROKER_AWAY.code)
             return error_response(BROKER_AWAY)
