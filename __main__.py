@@ -16,7 +16,6 @@ from .api.terminal.lazy import CommandEntry, LazyGroup
 from .schemas.version import __version__
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NO_THREAD = "can't start new thread"  # as Python says it
 
 COMMANDS = (
     CommandEntry(
@@ -209,13 +208,12 @@ def main() -> None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or else Python tries again to write what is left
         sys.exit(f"error: {error.filename or 'The output'} cannot be written: {os.strerror(error.errno)}.")
-    except RuntimeError as error:
-        if str(error) != _NO_THREAD:
+    except BaseException as error:  # a panic of a library in Rust is no Exception
+        from .schemas.threads import ADVICE, lacks_threads  # not needed for --help
+
+        if not lacks_threads(error):
             raise
-        sys.exit(
-            "error: No more threads can be started here; raise the limit of processes: that of the user (ulimit -u), "
-            "the container (pids.max) or the unit (TasksMax)."
-        )
+        sys.exit(f"error: {ADVICE}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import structlog
 from ..api.serve.connecting import Meanwhile
 from ..api.serve.processes import END_TIMEOUT
 from ..config import metrics
-from ..config.process import keep_loaded, stop_signal
+from ..config.process import keep_loaded, spare_threads, stop_signal
 from ..config.service_manager import at_service
 from ..config.settings import Settings
 from ..config.sources import Loaded
@@ -47,6 +47,7 @@ async def run_parts(
     `meanwhile` goes on while there is no broker. Requests may come for the `expected` model before its first worker
     has.
     """
+    spare_threads()
     async with (
         connected_pipe(loaded, "bridge" if bridge else "stage", meanwhile) as pipe,
         contextlib.AsyncExitStack() as ending,

@@ -150,6 +150,12 @@ def end_quietly() -> None:
         os._exit(0)
 
 
+def spare_threads() -> None:
+    """Have tokenizers start no threads. One text at a time needs none, and once it could not start them, it fails for
+    as long as the process lives."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
 def stop_signal() -> asyncio.Event:
     """Set at the first signal to stop."""
     stopping = asyncio.Event()

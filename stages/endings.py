@@ -55,15 +55,18 @@ async def refuse(pipe: Pipe, delivery: Delivery, refusal: Refusal) -> None:
         )
 
 
-async def bury(pipe: Pipe, stage: str, delivery: Delivery, reason: str, attempts: int) -> None:
-    """Move a message that cannot be handled, after so many attempts, to the dead letters; its clients get an error;
-    never deliver it again."""
+async def bury(
+    pipe: Pipe, stage: str, delivery: Delivery, reason: str, attempts: int, refusal: Refusal | None = None
+) -> None:
+    """Move a message that cannot be handled, after so many attempts, to the dead letters; its clients get `refusal`, or
+    hear that it failed; never deliver it again."""
+    refusal = refusal or GenerationFailed(f"The request failed in the stage {stage} and was given up.")
     message = delivery.message
     headers = {**message.headers, DEAD_SUBJECT: message.subject, DEAD_ATTEMPTS: str(attempts)}
     name = f"{stage}.{message.subject}.{message.sequence}"
     await _keep(pipe, stage, name, message.data, headers, reason, addresses(message))
     try:
-        await refuse(pipe, delivery, GenerationFailed(f"The request failed in the stage {stage} and was given up."))
+        await refuse(pipe, delivery, refusal)
     finally:
         await delivery.term(reason)
 

@@ -26,6 +26,7 @@ from ..config import metrics
 from ..schemas.bounds import LONG
 from ..schemas.errors import BrokerUnavailable, NotYet, PenstockError, Refusal, StartupError, Transient
 from ..schemas.jobs import Priority
+from ..schemas.threads import ADVICE, lacks_threads, threads_exhausted
 from ..streams.beats import until_beat
 from ..streams.outages import through_outages
 from ..streams.port import MESSAGE_ID, Consumer, ConsumerSpec, Delivery
@@ -252,13 +253,16 @@ class Runner:
         self._failed.add(delivery.message)
         # A traceback of ours may be logged; the text of a foreign exception might quote a prompt.
         reason = str(error) if isinstance(error, PenstockError) else type(error).__name__
+        refusal = None
+        if lacks_threads(error):
+            reason, refusal = ADVICE, threads_exhausted()
         failures = 1
         try:
             failures = await Count(await self._pipe.broker.bucket(FAILURES), stage, delivery.message, "failed").add(1)
             where, named = endings.location(error), _named(delivery)
             log.error("failed", stage=stage, message=named, failures=failures, reason=reason, where=where)
             if failures >= self._pipe.settings.max_attempts:
-                await endings.bury(self._pipe, stage, delivery, reason, failures)
+                await endings.bury(self._pipe, stage, delivery, reason, failures, refusal)
                 return
         except Exception as second:
             log.error("could not be buried", stage=stage, reason=type(second).__name__)

@@ -20,6 +20,7 @@ from ...schemas.bounds import LONG, load_json
 from ...schemas.errors import BrokerUnavailable, InvalidRequest, Refusal, StreamFull
 from ...schemas.events import Accepted, Cancelled, Done, ErrorBody, Expired, Failed, Queued, Token
 from ...schemas.jobs import POOLED, Endpoint, Job
+from ...schemas.threads import lacks_threads, threads_exhausted
 from ...schemas.wire.protobuf import (
     METHODS,
     CancelRequest,
@@ -101,9 +102,13 @@ class Service:
             except asyncio.CancelledError:
                 error = _cancelled("The client went away.")
                 raise
-            except Exception:
+            except Exception as failure:
                 log.exception("gRPC call failed", method=name)
-                error = ErrorBody(500, "Penstock could not answer because of an internal error; see its log.", "")
+                error = (
+                    ErrorBody.of(threads_exhausted())
+                    if lacks_threads(failure)
+                    else ErrorBody(500, "Penstock could not answer because of an internal error; see its log.", "")
+                )
             finally:
                 if self._settings.access_log:
                     status = status_of(error).name if error else "OK"

@@ -54,8 +54,9 @@ class PreparerCache:
         try:
             async with self._turns.setdefault(load, asyncio.Lock()):
                 return await asyncio.shield(load)
-        except Exception:
-            if self._loads.get(key) is load:
+        except BaseException:  # a panic of a library in Rust is no Exception
+            is_failed = load.done() and (load.cancelled() or load.exception() is not None)
+            if is_failed and self._loads.get(key) is load:
                 del self._loads[key]
             raise
 

@@ -42,6 +42,13 @@ class PanicException(BaseException):
     """What a panic in Rust is in Python, as of tokenizers that cannot start a thread."""
 
 
+NO_THREAD = RuntimeError("can't start new thread")  # as Python says it
+NO_POOL = PanicException(
+    "The global thread pool has not been initialized.: ThreadPoolBuildError { kind: IOError(Os { code: 11, kind: "
+    'WouldBlock, message: "Resource temporarily unavailable" }) }'
+)
+
+
 class Odd(JobStage):
     """Does what the prompt says."""
 
@@ -54,6 +61,8 @@ class Odd(JobStage):
         Odd.begun.append(await Count(bucket, self.name, delivery.message, "begun").read())
         if b'"panic"' in delivery.message.data:
             raise PanicException("secret words of a prompt")
+        if b'"starve"' in delivery.message.data:
+            raise NO_POOL if b'"pool"' in delivery.message.data else NO_THREAD
         await super().handle(delivery)
 
     async def process(self, job: ValidatedJob) -> ValidatedJob:
@@ -171,6 +180,19 @@ def test_a_panic_in_a_library_fails_a_job_as_any_error_does(odd: Pipeline, capsy
     assert letter.headers["Penstock-Dead-Reason"] == "PanicException"
     logged = capsys.readouterr()
     assert "secret words" not in logged.out + logged.err
+
+
+@pytest.mark.parametrize("user", ["pool", "python"])
+def test_where_there_are_no_more_threads_the_limits_are_named(odd: Pipeline, user: str) -> None:
+    with capture_logs() as logs:
+        (failed,) = odd.ask(BODY | {"prompt": "starve", "user": user})
+    assert isinstance(failed, Failed)
+    assert (failed.error.status, failed.error.code, failed.error.retry_after) == (503, "threads_exhausted", 5.0)
+    (letter,) = dead(odd)
+    told = [letter.headers["Penstock-Dead-Reason"], *(line["reason"] for line in logs if line["event"] == "failed")]
+    assert len(told) == 3
+    for reason in told:
+        assert all(limit in reason for limit in ("ulimit -u", "pids.max", "TasksMax"))
 
 
 @pytest.mark.parametrize(

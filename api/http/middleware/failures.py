@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import asyncio
 
+import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ....schemas.events import ErrorBody
+from ....schemas.threads import ADVICE, lacks_threads, threads_exhausted
 from ..answers import error_response
 from .access import note
 
+log = structlog.get_logger(__name__)
+
 
 class Failures:
-    """ASGI middleware, inside of those that change or count responses: answers 500 for an exception, and passes it on
-    to the server, which logs it."""
+    """ASGI middleware, inside of those that change or count responses: answers 500 for an exception, or 503 where
+    the system allows no more threads, and passes it on to the server, which logs it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -31,10 +35,13 @@ class Failures:
             await self.app(scope, receive, seen if scope["type"] == "http" else send)
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # a panic of a library in Rust, such as tokenizers, is no Exception
+        except BaseException as failure:  # a panic of a library in Rust, such as tokenizers, is no Exception
+            text = "Penstock could not answer because of an internal error; see its log."
+            error = ErrorBody(500, text, "server_error", "internal_error")
+            if lacks_threads(failure):
+                log.error("request failed", reason=ADVICE)
+                error = ErrorBody.of(threads_exhausted())
             if scope["type"] == "http" and not begun:
-                text = "Penstock could not answer because of an internal error; see its log."
-                error = ErrorBody(500, text, "server_error", "internal_error")
                 note(scope, error=error.code)
                 await error_response(error)(scope, receive, send)
             raise

@@ -43,18 +43,31 @@ def test_a_full_disk_is_said_in_a_line(command: str) -> None:
     assert ended.stderr.decode() == "error: The output cannot be written: No space left on device.\n"
 
 
-def test_where_no_more_threads_can_be_started_the_limits_are_named() -> None:
+@pytest.mark.parametrize("start", ["start", "in_a_group"])
+def test_where_no_more_threads_can_be_started_the_limits_are_named(start: str) -> None:
     """The log had a traceback without words, again and again: what exceptions say stays out of it."""
-    code = """
+    code = f"""
+import asyncio
 import threading
 from penstock import __main__
 threading.stack_size(1 << 47)  # more than there is of addresses
-__main__.app = lambda prog_name: threading.Thread(target=print).start()
+
+def start():
+    threading.Thread(target=print).start()
+
+def in_a_group():
+    async def main():
+        async with asyncio.TaskGroup():
+            start()
+
+    asyncio.run(main())
+
+__main__.app = lambda prog_name: {start}()
 __main__.main()
 """
     ended = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, timeout=60, check=False)
     assert ended.returncode == 1 and len(ended.stderr.splitlines()) == 1
-    assert ended.stderr.startswith(b"error: No more threads can be started here; raise the limit of processes")
+    assert ended.stderr.startswith(b"error: no more threads can be started here; raise the limit of processes")
 
 
 def test_where_no_process_can_be_started_serve_says_so_in_a_line(tmp_path: Path) -> None:

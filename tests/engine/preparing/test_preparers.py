@@ -8,6 +8,8 @@ import gc
 import weakref
 from contextvars import ContextVar
 
+import pytest
+
 from penstock.engine.preparing.preparers import PreparerCache, PreparerKey
 from penstock.schemas.errors import ModelLoadError
 from penstock.schemas.registry import ModelCard
@@ -56,3 +58,22 @@ async def test_requests_that_wait_for_a_load_that_fails_share_its_failure_and_th
     assert cache.start(PreparerKey.of(card)) is not load
     with contextlib.suppress(ModelLoadError):
         await cache.get(card)
+
+
+async def test_a_load_that_has_panicked_is_tried_again() -> None:
+    """The panic was every later request's, until the process ended."""
+
+    class PanicException(BaseException):
+        pass
+
+    faults = [PanicException("of the test")]
+
+    def loaded() -> None:
+        if faults:
+            raise faults.pop()
+
+    cache = PreparerCache(loaded)
+    card = ModelCard(name="echo", source="echo", backend="echo", context_length=64, created=0)
+    with pytest.raises(PanicException):
+        await cache.get(card)
+    assert await cache.get(card)
