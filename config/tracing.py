@@ -15,6 +15,7 @@ import re
 import threading
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import structlog
 from opentelemetry import trace
@@ -22,9 +23,11 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Link, NonRecordingSpan, ProxyTracerProvider, Span, SpanContext, TraceFlags, Tracer
 
 from ..schemas.errors import StartupError
+from ..schemas.urls import is_loopback
 from .settings import Settings
 
 if TYPE_CHECKING:
+    import requests
     from opentelemetry.sdk.trace import TracerProvider
 
 log = structlog.get_logger(__name__)
@@ -57,7 +60,11 @@ async def tracing(settings: Settings, name: str) -> AsyncIterator[Tracer | None]
             "and OTEL_EXPORTER_OTLP_ENDPOINT out"
         ) from None
     base = settings.otlp_endpoint
-    exporter = OTLPSpanExporter(endpoint=f"{base.rstrip('/')}/v1/traces" if base else None)
+    given = (base, *(os.environ.get(variable) for variable in ENDPOINTS))
+    exporter = OTLPSpanExporter(
+        endpoint=f"{base.rstrip('/')}/v1/traces" if base else None,
+        session=_session(next(url for url in given if url)),
+    )
     own = {"service.instance.id": f"{name}-{os.getpid()}"}
     if not os.environ.get("OTEL_SERVICE_NAME"):
         own["service.name"] = "penstock"
@@ -67,6 +74,18 @@ async def tracing(settings: Settings, name: str) -> AsyncIterator[Tracer | None]
         yield provider.get_tracer("penstock")
     finally:
         await _end(provider)
+
+
+def _session(url: str) -> requests.Session | None:
+    """One without the proxies of the environment, to which this machine's own addresses mean others; None where the
+    exporter's own does, as for a collector elsewhere."""
+    if not is_loopback(urlsplit(url).hostname or ""):
+        return None
+    import requests
+
+    session = requests.Session()
+    session.trust_env = False
+    return session
 
 
 async def _end(provider: TracerProvider) -> None:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
+import requests
 import structlog
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SpanExporter, SpanExportResult
 
 from penstock.config.settings import Settings
 from penstock.config.tracing import ENDPOINTS, is_traceparent, span_context, tracing
@@ -40,7 +41,7 @@ async def test_a_collector_that_does_not_answer_holds_no_process_up(
     got, going_on = threading.Event(), threading.Event()
 
     class Collector(SpanExporter):
-        def __init__(self, endpoint: str) -> None:
+        def __init__(self, endpoint: str, session: object) -> None:
             assert endpoint == "http://127.0.0.1:9/v1/traces"
 
         def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
@@ -61,6 +62,31 @@ async def test_a_collector_that_does_not_answer_holds_no_process_up(
     assert [line["event"] for line in logged] == ([] if answers else [late])
     going_on.set()
     assert got.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("address", "takes"), [("127.0.0.1", False), ("localhost", False), ("[::1]", False), ("collector.example", True)]
+)
+@pytest.mark.parametrize("by_variable", [False, True])
+async def test_a_collector_of_this_machine_is_not_asked_by_a_proxy(
+    monkeypatch: pytest.MonkeyPatch, address: str, takes: bool, by_variable: bool
+) -> None:
+    sessions: list[requests.Session | None] = []
+
+    def exporter(endpoint: str | None, session: requests.Session | None) -> SpanExporter:
+        sessions.append(session)
+        return ConsoleSpanExporter()
+
+    name = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(OTLPSpanExporter=exporter))
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    url = f"http://{address}:4318"
+    if by_variable:
+        monkeypatch.setenv(ENDPOINTS[1], url)
+    async with tracing(Settings() if by_variable else Settings(otlp_endpoint=url), "test"):
+        (session,) = sessions
+    proxies = (session or requests.Session()).merge_environment_settings(url, {}, None, None, None)["proxies"]
+    assert bool(proxies) == takes
 
 
 @pytest.mark.parametrize(
