@@ -14,10 +14,11 @@ from __future__ import annotations
 import asyncio
 import re
 import ssl
+import time
 from collections.abc import Awaitable, Callable
 from functools import wraps
 
-from nats.aio.client import Client, Srv
+from nats.aio.client import DEFAULT_BUFFER_SIZE, Client, Srv
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error, SecureConnWantedError
@@ -25,6 +26,7 @@ from nats.protocol.parser import Parser
 
 from ....schemas.errors import PayloadTooLarge
 from .access import Access
+from .addresses import Transport
 from .reading import DirectReader
 
 # It does at once what it can; what it returns is awaited before the next message.
@@ -111,6 +113,14 @@ class DirectClient(Client):
         if writer is None or writer.is_closing():
             self._pending, self._pending_data_size = [], 0
         await super().close()
+
+    async def _connect_to_server(self, s: Srv) -> None:
+        if s.uri.scheme in ("ws", "wss"):
+            await super()._connect_to_server(s)
+            return
+        s.last_attempt = time.monotonic()
+        self._transport = self._transport or Transport()
+        await self._transport.connect(s.uri, DEFAULT_BUFFER_SIZE, self.options["connect_timeout"])
 
     async def _select_next_server(self) -> None:
         left, self._left = self._left, None
