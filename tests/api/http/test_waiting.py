@@ -68,10 +68,9 @@ async def test_clients_hear_of_it_in_the_form_of_their_api_and_when_to_try_again
 
 
 async def test_pages_of_other_origins_read_it(listener: socket.socket) -> None:
-    async with answering(listener, Settings(cors_origins=("https://a.example",))):
-        async with httpx.AsyncClient() as http:
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/models"
-            answer = await http.get(url, headers={"origin": "https://a.example"})
+    async with answering(listener, Settings(cors_origins=("https://a.example",))), httpx.AsyncClient() as http:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/models"
+        answer = await http.get(url, headers={"origin": "https://a.example"})
     assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (503, "https://a.example")
 
 
