@@ -60,10 +60,10 @@ async def tracing(settings: Settings, name: str) -> AsyncIterator[Tracer | None]
             "and OTEL_EXPORTER_OTLP_ENDPOINT out"
         ) from None
     base = settings.otlp_endpoint
-    given = (base, *(os.environ.get(variable) for variable in ENDPOINTS))
+    urls = (base, *(os.environ.get(variable) for variable in ENDPOINTS))
     exporter = OTLPSpanExporter(
         endpoint=f"{base.rstrip('/')}/v1/traces" if base else None,
-        session=_session(next(url for url in given if url)),
+        session=_session(next(url for url in urls if url)),
     )
     own = {"service.instance.id": f"{name}-{os.getpid()}"}
     if not os.environ.get("OTEL_SERVICE_NAME"):

@@ -119,7 +119,7 @@ class DirectClient(Client):
             await super()._connect_to_server(s)
             return
         s.last_attempt = time.monotonic()
-        self._transport = self._transport or Transport()
+        self._transport = self._transport or Transport()  # type: ignore[no-untyped-call]
         await self._transport.connect(s.uri, DEFAULT_BUFFER_SIZE, self.options["connect_timeout"])
 
     async def _select_next_server(self) -> None:
