@@ -149,6 +149,7 @@ def test_they_are_models_whose_parent_is_the_base(served: Served, world: World) 
     assert (models["a"]["parent"], models["a"]["root"]) == ("tiny", str(world.paths["a"]))
     assert models["tiny"]["parent"] is None and models["b"]["status"] == models["tiny"]["status"]
     assert httpx2.get(f"{served.url}/v1/models/a", headers=USER).json() == models["a"]
+    assert httpx2.get(f"{served.url}/v1/models/a:latest", headers=USER).json() == models["a"]
 
 
 def test_a_stream_goes_on_with_its_adapter_when_every_worker_is_killed(served: Served, world: World) -> None:
