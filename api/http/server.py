@@ -118,7 +118,7 @@ class Server(uvicorn.Server):
 
     async def last_answered(self) -> None:
         """Take no more connections, and wait until those that there are have ended."""
-        for server in self.servers:
+        for server in getattr(self, "servers", ()):  # none before it has started
             server.close()
         while self.server_state.connections:  # noqa: ASYNC110  # uvicorn tells nobody
             await asyncio.sleep(0.01)

@@ -38,11 +38,13 @@ async def answering(listener: socket.socket, settings: Settings) -> AsyncIterato
     try:
         yield
     finally:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN):
-                await server.last_answered()
-        server.end()
-        await serving
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DRAIN):
+                    await server.last_answered()
+        finally:
+            server.end()
+            await serving
 
 
 async def _answer(scope: Scope, receive: Receive, send: Send) -> None:

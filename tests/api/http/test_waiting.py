@@ -87,3 +87,11 @@ async def test_who_has_connected_is_answered_and_who_connects_then_waits_for_the
     with socket.create_connection(listener.getsockname()):
         accepted, _ = listener.accept()
         accepted.close()
+
+
+async def test_a_broker_that_is_there_at_once_is_not_waited_for(listener: socket.socket) -> None:
+    async with answering(listener, Settings()):
+        pass  # it has not even started
+    with socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        accepted.close()
