@@ -1,7 +1,7 @@
 """How many requests and tokens a tenant may have a minute: two buckets that fill up steadily, up to a minute's worth.
 
-Times are in Unix seconds by the broker's clock, which all copies share; where one comes late, time stands still. Knows
-no broker.
+Times are in Unix seconds by the broker's clock, which all copies share; where one comes late, time stands still, unless
+that clock was set back. Knows no broker.
 """
 
 from __future__ import annotations
@@ -88,6 +88,13 @@ class Account:
         """An account as `encode` wrote it; a lowered limit cuts what is left."""
         stored = orjson.loads(data)
         return cls(limits, stored["at"], stored["left"], stored["charged"])
+
+    def turn_back(self, now: float) -> None:
+        """Where the broker's clock was set back, count on from `now`; else time would stand still until it is as late
+        again."""
+        if self.at > now + MINUTE:
+            self.at = now
+            self.charged = {name: min(at, int(now)) for name, at in self.charged.items()}
 
     def encode(self) -> bytes:
         return orjson.dumps({"at": self.at, "left": self.left, "charged": self.charged})

@@ -18,7 +18,7 @@ from ...config import metrics
 from ...config.settings import Settings
 from ...schemas.canaries import CANARY
 from ...schemas.errors import InvalidRequest, QuotaExceeded
-from ...schemas.rates import Account, Charge, Limits, RateNews, exceeded
+from ...schemas.rates import MINUTE, Account, Charge, Limits, RateNews, exceeded
 from ..port import Broker
 from ..topology import RATES, Subjects
 
@@ -69,6 +69,7 @@ class RateLedger:
         """Raises `QuotaExceeded` where this process knows that a new request has no chance, before it costs more."""
         book = self._books.get(tenant)
         if book is not None and book.account is not None:
+            book.account.turn_back(self._broker.now())
             refusal = exceeded(book.account.buckets(at), {"requests": 1, "tokens": 1})
             if refusal is not None:
                 metrics.RATE_REFUSALS.labels("stage").inc()
@@ -122,9 +123,12 @@ class RateLedger:
             await self._read(tenant, book)
         pause = PAUSE
         while True:
-            pending = list(book.pending)
-            account = book.account.copy() if book.account else Account(self.limits(tenant), pending[0].charge.at)
-            refusals = [account.charge(each.charge) for each in pending]
+            pending, now = list(book.pending), self._broker.now()
+            charges = [each.charge._replace(at=min(each.charge.at, now + MINUTE)) for each in pending]
+            if book.account is not None:
+                book.account.turn_back(now)
+            account = book.account.copy() if book.account else Account(self.limits(tenant), charges[0].at)
+            refusals = [account.charge(charge) for charge in charges]
             if account.made:
                 data = account.encode()
                 written = await (

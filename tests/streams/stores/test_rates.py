@@ -249,3 +249,31 @@ async def test_an_account_stays_small() -> None:
     account = await copies.account()
     assert len(account.charged) <= MOST_REMEMBERED
     assert len(replace(account).encode()) < 40_000
+
+
+async def test_a_clock_that_was_set_back_locks_nobody_out() -> None:
+    """The broker's, by an hour; a minute later there is room again, in a copy that knows the account and in another."""
+    copies = await Copies.of(2, requests_per_minute=1)
+    copies.broker.now = lambda: START + now  # type: ignore[method-assign]
+    now = 0.0
+    assert await copies.begin(0, "a", 1, now)
+    assert not await copies.begin(0, "b", 1, now)
+    now = -3600.0
+    assert not await copies.begin(0, "b", 1, now)
+    assert not await copies.begin(1, "a2", 1, now + 1)
+    now += MINUTE
+    await copies.ledgers[0].check("ada", START + now)
+    assert await copies.begin(0, "b", 1, now)
+    assert await copies.begin(0, "b", 1, now + 1), "a message that comes again costs nothing"
+    assert not await copies.begin(1, "c", 1, now)
+    now += MINUTE
+    assert await copies.begin(1, "c", 1, now)
+
+
+async def test_a_message_of_before_the_clock_was_set_back_stops_no_time() -> None:
+    copies = await Copies.of(1, requests_per_minute=1)
+    copies.broker.now = lambda: START + now  # type: ignore[method-assign]
+    now = 0.0
+    assert await copies.begin(0, "late", 1, 3600.0)
+    now = 3 * MINUTE
+    assert await copies.begin(0, "a", 1, now)
