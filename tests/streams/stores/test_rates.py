@@ -258,11 +258,13 @@ async def test_a_clock_that_was_set_back_locks_nobody_out() -> None:
     now = 0.0
     assert await copies.begin(0, "a", 1, now)
     assert not await copies.begin(0, "b", 1, now)
+    assert not await copies.begin(1, "b", 1, now)
     now = -3600.0
     assert not await copies.begin(0, "b", 1, now)
-    assert not await copies.begin(1, "a2", 1, now + 1)
+    with pytest.raises(QuotaExceeded):
+        await copies.ledgers[1].check("ada", START + now)
     now += MINUTE
-    await copies.ledgers[0].check("ada", START + now)
+    await copies.ledgers[1].check("ada", START + now)
     assert await copies.begin(0, "b", 1, now)
     assert await copies.begin(0, "b", 1, now + 1), "a message that comes again costs nothing"
     assert not await copies.begin(1, "c", 1, now)
