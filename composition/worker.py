@@ -8,6 +8,7 @@ import os
 import re
 import time
 import uuid
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -30,7 +31,7 @@ from ..engine.backend import ProgressCallback
 from ..engine.cpu.machine import human
 from ..engine.cpu.process import lower_priority, prepare_process, worker_threads
 from ..engine.planning.sizing import size
-from ..schemas.errors import StartupError
+from ..schemas.errors import PenstockError, StartupError
 from ..schemas.jobs import TOKEN_PATTERN
 from ..schemas.registry import RETURNED, WorkerCard, reserve_of
 from ..stages import Runner
@@ -59,7 +60,9 @@ def worker(
     end_quietly()
 
 
-async def _worker(loaded: Loaded, name: str, revision: int | None = None) -> None:
+async def _engine(loaded: Loaded, name: str, revision: int | None) -> tuple[InferenceEngine, int]:
+    """The engine with its model loaded, which is announced meanwhile, and how many sequences it runs at the same time,
+    without those in reserve."""
     settings, directory = loaded.settings, None if loaded.settings.model is None else Path(loaded.settings.model)
     shared = EngineConfig.model_fields.keys() & Settings.model_fields.keys()
     given = {name: getattr(settings, name) for name in shared} | {"model": settings.model or "echo"}
@@ -82,6 +85,13 @@ async def _worker(loaded: Loaded, name: str, revision: int | None = None) -> Non
             connect = partial(connected_pipe, loaded, f"loading-{name}")
             report = await loading.enter_async_context(announced(connect, early, name))
         engine = await asyncio.to_thread(partial(InferenceEngine, config, progress=report))
+    return engine, capacity
+
+
+async def _worker(loaded: Loaded, name: str, revision: int | None = None) -> None:
+    settings = loaded.settings
+    async with _last_word(loaded, name, revision):
+        engine, capacity = await _engine(loaded, name, revision)
     try:
         card = WorkerCard(
             id=name,
@@ -107,6 +117,19 @@ async def _worker(loaded: Loaded, name: str, revision: int | None = None) -> Non
                 await running
     finally:
         await asyncio.to_thread(engine.close, 5.0)  # an engine that hangs ends with the process
+
+
+@contextlib.asynccontextmanager
+async def _last_word(loaded: Loaded, name: str, revision: int | None) -> AsyncIterator[None]:
+    """Where an agent has started this worker, tell it why no model could be loaded."""
+    try:
+        yield
+    except Exception as error:
+        if revision is not None:
+            reason = str(error) if isinstance(error, PenstockError) else type(error).__name__
+            async with connected_pipe(loaded, f"loading-{name}") as pipe:
+                await pipe.registry.leave_word(name, reason)
+        raise
 
 
 async def _retire(settings: Settings, engine: InferenceEngine, stopping: asyncio.Event) -> None:

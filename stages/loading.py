@@ -14,7 +14,6 @@ from ..config.settings import Settings
 from ..engine.adapters.files import adapter_source
 from ..engine.models import ModelInfo, read_model_info
 from ..engine.planning.discovery import find_backend, modalities
-from ..schemas.errors import PenstockError
 from ..schemas.registry import LoadProgress, ModelCard
 from ..streams.lanes import open_lanes
 from ..streams.outages import outage_logged
@@ -55,7 +54,7 @@ def model_card(settings: Settings, info: ModelInfo, revision: int | None = None)
 async def announced(
     connect: Callable[[], AbstractAsyncContextManager[Pipe]], card: ModelCard, worker: str = ""
 ) -> AsyncIterator[Callable[[int, int], None]]:
-    """Announce a model that `worker` is loading; if that fails, say why, and withdraw the model unless others serve it.
+    """Announce a model that `worker` is loading; if that fails, withdraw the model unless others serve it.
 
     `connect` opens a connection for that alone, as loading does not wait for the broker. Yields a callback for the
     weights that have been loaded, which any thread may call.
@@ -107,8 +106,6 @@ async def _announce(
                 await asyncio.sleep(TOLD)
         finally:
             if failure:
-                reason = str(failure[0]) if isinstance(failure[0], PenstockError) else type(failure[0]).__name__
-                await pipe.registry.leave_word(worker, reason)
                 await pipe.registry.refresh()
                 if not card.catalogued and not pipe.registry.workers_for(card.name, card.revision):
                     await pipe.registry.withdraw_model(card)

@@ -24,7 +24,16 @@ import structlog
 
 from ..config import metrics
 from ..schemas.bounds import LONG
-from ..schemas.errors import BrokerUnavailable, NotYet, PenstockError, Refusal, StartupError, Transient
+from ..schemas.errors import (
+    BrokerUnavailable,
+    ModelLoadError,
+    NotYet,
+    Overloaded,
+    PenstockError,
+    Refusal,
+    StartupError,
+    Transient,
+)
 from ..schemas.jobs import Priority
 from ..schemas.threads import ADVICE, lacks_threads, threads_exhausted
 from ..streams.beats import until_beat
@@ -253,16 +262,15 @@ class Runner:
         self._failed.add(delivery.message)
         # A traceback of ours may be logged; the text of a foreign exception might quote a prompt.
         reason = str(error) if isinstance(error, PenstockError) else type(error).__name__
-        refusal = None
         if lacks_threads(error):
-            reason, refusal = ADVICE, threads_exhausted()
+            reason = ADVICE
         failures = 1
         try:
             failures = await Count(await self._pipe.broker.bucket(FAILURES), stage, delivery.message, "failed").add(1)
             where, named = endings.location(error), _named(delivery)
             log.error("failed", stage=stage, message=named, failures=failures, reason=reason, where=where)
             if failures >= self._pipe.settings.max_attempts:
-                await endings.bury(self._pipe, stage, delivery, reason, failures, refusal)
+                await endings.bury(self._pipe, stage, delivery, reason, failures, _refusal(error))
                 return
         except Exception as second:
             log.error("could not be buried", stage=stage, reason=type(second).__name__)
@@ -280,6 +288,15 @@ class Runner:
 def _named(delivery: Delivery) -> str:
     """The id of a message, for the log: its tenant and request, in most stages."""
     return delivery.message.headers.get(MESSAGE_ID, "")[:_LONGEST]
+
+
+def _refusal(error: BaseException) -> Refusal | None:
+    """What the clients of a message that is given up hear, where that says more than that it failed."""
+    if lacks_threads(error):
+        return threads_exhausted()
+    if isinstance(error, ModelLoadError):
+        return Overloaded(f"The model cannot be served here: {error}", code="model_unavailable")
+    return None
 
 
 def _let_go(error: Exception) -> None:

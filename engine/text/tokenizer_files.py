@@ -74,7 +74,9 @@ def load_with_transformers(path: Path) -> PreTrainedTokenizerBase:
             return gguf_tokens.load_gguf_tokenizer(read_gguf(path))
         found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
         return found
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except KeyError as error:
+        raise ModelLoadError(f"{path} has no usable tokenizer: {error} is missing in it; download it again") from error
+    except (OSError, ValueError, ImportError) as error:
         raise ModelLoadError(f"{path} has no usable tokenizer: {error}") from error
 
 

@@ -16,7 +16,11 @@ import requests
 from serving import Process, Start, answers
 from setting_up import set_up
 
+from penstock.api.serve.connecting import connected
+from penstock.api.serve.processes import FATAL_EXIT
+from penstock.config.settings import Settings
 from penstock.streams.nats.servers.server import EmbeddedServer
+from penstock.streams.stores.registry import Registry
 
 STAGES = ("validate", "queue", "batch", "stream")
 REQUESTS = 20
@@ -94,6 +98,22 @@ async def test_a_broker_that_refuses_is_told_at_once(start: Start, tmp_path: Pat
     assert part.wait() == 2
     assert "refuses the user or token of --nats-url: Authorization Violation; correct it" in part.output
     assert "waiting" not in part.output and "Traceback" not in part.output
+    await server.stop()
+
+
+async def test_a_worker_that_finds_nothing_to_load_leaves_its_agent_a_word(
+    start: Start, tiny_model: Path, tmp_path: Path
+) -> None:
+    broken = Path(shutil.copytree(tiny_model, tmp_path / "broken"))
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    server = await EmbeddedServer.start(tmp_path / "nats")
+    await set_up({"PENSTOCK_NATS_URL": server.url})
+    environment = {"PENSTOCK_NATS_URL": server.url}
+    part = start("worker", str(broken), "--id", "w7", "--revision", "1", environment=environment)
+    assert part.wait() == FATAL_EXIT
+    async with connected(Settings(nats_url=server.url), "test") as broker:
+        word = await Registry(broker, interval=1.0).last_word("w7")
+    assert word is not None and "not a complete safetensors file" in word
     await server.stop()
 
 

@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 
 from penstock.config.settings import Settings
 from penstock.config.tracing import REASON
-from penstock.schemas.errors import InvalidRequest, Transient
+from penstock.schemas.errors import InvalidRequest, ModelLoadError, Transient
 from penstock.schemas.events import Done, Event, Expired, Failed, Token
 from penstock.schemas.jobs import InferenceBatch, Job, ValidatedJob
 from penstock.schemas.wire import codec
@@ -72,6 +72,8 @@ class Odd(JobStage):
                 raise InvalidRequest("not today", code="policy")
             case "crash":
                 raise ZeroDivisionError("secret words of a prompt")
+            case "load":
+                raise ModelLoadError("its tokenizer is broken")
             case "wait" if Odd.attempts == 1:
                 raise Transient("not yet", delay=0.01)
             case "wait long" if Odd.attempts < 60:
@@ -180,6 +182,13 @@ def test_a_panic_in_a_library_fails_a_job_as_any_error_does(odd: Pipeline, capsy
     assert letter.headers["Penstock-Dead-Reason"] == "PanicException"
     logged = capsys.readouterr()
     assert "secret words" not in logged.out + logged.err
+
+
+def test_a_model_that_cannot_be_loaded_is_told_to_its_clients(odd: Pipeline) -> None:
+    (failed,) = odd.ask(BODY | {"prompt": "load"})
+    assert isinstance(failed, Failed)
+    assert (failed.error.status, failed.error.code) == (503, "model_unavailable")
+    assert failed.error.message == "The model cannot be served here: its tokenizer is broken"
 
 
 @pytest.mark.parametrize("user", ["pool", "python"])
