@@ -203,12 +203,12 @@ def main() -> None:
         finally:
             with contextlib.suppress(BrokenPipeError):
                 sys.stdout.flush()
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or else Python tries again to write what is left
-        sys.exit(f"error: {error.filename or 'The output'} cannot be written: {os.strerror(error.errno)}.")
+    except (SystemExit, KeyboardInterrupt):
+        raise
     except BaseException as error:  # a panic of a library in Rust is no Exception
+        if isinstance(error, OSError) and error.errno in _FULL:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or else Python tries again to write what is left
+            sys.exit(f"error: {error.filename or 'The output'} cannot be written: {os.strerror(error.errno)}.")
         from .schemas.threads import ADVICE, lacks_threads  # not needed for --help
 
         if not lacks_threads(error):

@@ -11,12 +11,13 @@ from typer.testing import CliRunner
 from penstock.__main__ import COMMANDS, app
 from penstock.api.terminal.lazy import CommandEntry
 
-LARGE = ("torch", "numpy", "fastapi", "nats", "pydantic", "penstock.config.settings")
+LARGE = ("torch", "numpy", "fastapi", "nats", "pydantic", "pydantic_core", "penstock.config.settings")
 HELP = f"""
 import sys
-from penstock.__main__ import app
+from penstock.__main__ import main
+sys.argv[1:] = ["--help"]
 try:
-    app(["--help"])
+    main()
 finally:
     print([name for name in {LARGE} if name in sys.modules])
 """
